@@ -1,0 +1,38 @@
+"""The errors that cross a room's border. Each says what was given, what is allowed, and how to go on."""
+
+from __future__ import annotations
+
+
+class JkvError(Exception):
+    """Base of every error that jkv raises on purpose."""
+
+
+class ConfigError(JkvError):
+    """A flag or config field that cannot be used; the message names it, its value and what is allowed."""
+
+
+class UnsupportedModelError(JkvError):
+    """A checkpoint whose architecture, field or tensor jkv does not implement; named in the message."""
+
+
+class InvalidRequestError(JkvError):
+    """A request that can never succeed as it is (gRPC INVALID_ARGUMENT, HTTP 400).
+
+    `field` is the name of the offending request field, as the API spells it.
+    """
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
+class OverloadedError(JkvError):
+    """The queue is full (gRPC RESOURCE_EXHAUSTED, HTTP 429); try again after `retry_after_s` seconds."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class ShuttingDownError(JkvError):
+    """The server drains and takes no new requests (gRPC UNAVAILABLE, HTTP 503)."""

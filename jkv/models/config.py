@@ -1,0 +1,57 @@
+"""The one description of a decoder that models, loaders and caches read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding, in transformers' terms.
+
+    `kind` picks which of the scaling fields are read: linear reads `factor`; llama3 reads `factor`, `low_freq_factor`,
+    `high_freq_factor` and `original_max_position`; yarn reads `factor`, `original_max_position`, `beta_fast`,
+    `beta_slow`, `attention_factor`, `mscale`, `mscale_all_dim` and `truncate`.
+    """
+
+    theta: float
+    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A pre-norm decoder with gated MLP and grouped-query attention: Llama, Mistral, Qwen2, Qwen3.
+
+    `windows[i]` is layer i's sliding window in tokens (a query sees itself and the `window - 1` before it), or None.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    windows: tuple[int | None, ...]
+    tie_embeddings: bool
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
