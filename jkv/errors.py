@@ -26,6 +26,10 @@ class InvalidRequestError(JkvError):
         self.field = field
 
 
+class UnknownModelError(InvalidRequestError):
+    """A model name that this server does not serve (gRPC NOT_FOUND, HTTP 404)."""
+
+
 class OverloadedError(JkvError):
     """The queue is full (gRPC RESOURCE_EXHAUSTED, HTTP 429); try again after `retry_after_s` seconds."""
 

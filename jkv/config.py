@@ -1,0 +1,188 @@
+"""The engine's one configuration object, read once at the top of the process."""
+
+from __future__ import annotations
+
+import math
+import re
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jkv import flags
+from jkv.errors import ConfigError
+from jkv.flags import flag
+
+GIB = 2**30
+_UNITS = {"": GIB, "GiB": GIB, "MiB": 2**20, "TiB": 2**40}
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*(MiB|GiB|TiB|)\s*", re.IGNORECASE)
+_INSTANCE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_LEVELS = ("debug", "info", "warning", "error")
+_DTYPES = ("auto", "float32", "bfloat16")
+
+_MODEL, _KV, _SCHEDULING, _SERVER = "model", "KV cache", "scheduling", "server"
+
+
+def parse_gib(text: str) -> float:
+    """A size in GiB: `1.5` (GiB), `512MiB`, `2GiB`, `1TiB`.
+
+    Raises:
+        ValueError: says which spellings are allowed.
+    """
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise ValueError("expected a size such as 1.5 (GiB), 512MiB, 2GiB or 1TiB")
+    unit = {name.lower(): size for name, size in _UNITS.items()}[match[2].lower()]
+    size = float(match[1]) * unit / GIB
+    if not math.isfinite(size):
+        raise ValueError("the size is too large")
+    return size
+
+
+def _new_instance_id() -> str:
+    return uuid.uuid4().hex[:12]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    """Everything `python -m jkv.serve` can be told.
+
+    Raises:
+        ConfigError: a value out of its range, or values that contradict each other.
+    """
+
+    model: str = flag(
+        "smollm2-135m-instruct",
+        group=_MODEL,
+        help="a built-in name, a Hugging Face repository, a directory with safetensors, or a .gguf file",
+    )
+    served_model_name: str | None = flag(
+        group=_MODEL, metavar="NAME", default_text="--model", help="the name that clients see and may ask for"
+    )
+    dtype: str = flag(
+        "auto",
+        group=_MODEL,
+        choices=_DTYPES,
+        help="dtype of weights and activations; auto suits the platform",
+    )
+    load_workers: int = flag(
+        4, group=_MODEL, minimum=1, maximum=64, help="threads that read the checkpoint's tensors"
+    )
+    seed: int = flag(
+        0,
+        group=_MODEL,
+        minimum=0,
+        maximum=2**32 - 1,
+        help="base of the random seeds of requests that bring none",
+    )
+
+    page_size: int = flag(
+        64,
+        group=_KV,
+        minimum=8,
+        maximum=256,
+        help="tokens in a page, a power of two; only full pages are shared",
+    )
+    l1_gib: float | None = flag(
+        group=_KV,
+        exclusive="l1",
+        parse=parse_gib,
+        metavar="SIZE",
+        default_text="what the device's memory leaves",
+        help="device memory for KV pages: 1.5 (GiB), 512MiB, 2GiB",
+    )
+    l1_pages: int | None = flag(
+        group=_KV,
+        exclusive="l1",
+        minimum=1,
+        default_text="from --l1-gib",
+        help="the same, as a number of pages",
+    )
+    kv_dtype: str = flag(
+        "auto", group=_KV, choices=_DTYPES, help="dtype of cached keys and values; auto follows --dtype"
+    )
+
+    max_model_len: int | None = flag(
+        group=_SCHEDULING,
+        minimum=2,
+        default_text="the model's context length",
+        help="longest sequence in tokens, prompt and completion together",
+    )
+    max_num_seqs: int = flag(
+        16, group=_SCHEDULING, minimum=1, maximum=4096, help="sequences that run at the same time"
+    )
+    max_batched_tokens: int = flag(
+        512,
+        group=_SCHEDULING,
+        minimum=1,
+        maximum=65536,
+        help="prompt tokens computed in one step when nothing else runs",
+    )
+    max_mixed_tokens: int = flag(
+        64,
+        group=_SCHEDULING,
+        minimum=1,
+        maximum=65536,
+        help="prompt tokens computed beside running streams in one step: lower is smoother, higher faster",
+    )
+    max_queue: int = flag(
+        1024, group=_SCHEDULING, minimum=1, help="requests that may wait; one more is refused as overload"
+    )
+    batch_invariant: bool = flag(
+        False, group=_SCHEDULING, help="give a request the same bits whatever it is batched with or hits"
+    )
+
+    host: str = flag("127.0.0.1", group=_SERVER, help="address to listen on; 0.0.0.0 for all of IPv4")
+    grpc_port: int = flag(
+        50051, group=_SERVER, metavar="PORT", minimum=0, maximum=65535, help="gRPC port; 0 picks a free one"
+    )
+    instance_id: str = flag(
+        default_factory=_new_instance_id,
+        group=_SERVER,
+        metavar="ID",
+        default_text="random",
+        help="this process's name in logs and in the cluster: letters, digits, '.', '_' and '-'",
+    )
+    drain_timeout: float = flag(
+        30.0,
+        group=_SERVER,
+        metavar="SECONDS",
+        minimum=0,
+        help="how long running requests may go on after SIGTERM before they are cancelled",
+    )
+    log_level: str = flag("info", group=_SERVER, choices=_LEVELS, help="least severe messages to log")
+
+    def __post_init__(self) -> None:
+        flags.check(self)
+        if self.page_size & (self.page_size - 1):
+            raise ConfigError(f"--page-size {self.page_size}: must be a power of two from 8 to 256")
+        if self.l1_gib is not None and self.l1_gib <= 0:
+            raise ConfigError(f"--l1-gib {self.l1_gib:g}: must be greater than 0")
+        if self.max_mixed_tokens > self.max_batched_tokens:
+            raise ConfigError(
+                f"--max-mixed-tokens {self.max_mixed_tokens}: must not exceed "
+                f"--max-batched-tokens {self.max_batched_tokens}"
+            )
+        if not _INSTANCE_ID.fullmatch(self.instance_id):
+            raise ConfigError(
+                f"--instance-id {self.instance_id!r}: must be 1 to 64 letters, digits, '.', '_' or '-'"
+            )
+        for name, value in (("model", self.model), ("host", self.host)):
+            if not value.strip():
+                raise ConfigError(f"--{name} {value!r}: must not be empty")
+        if self.served_model_name is not None and not self.served_model_name.strip():
+            raise ConfigError(f"--served-model-name {self.served_model_name!r}: must not be empty")
+
+    @property
+    def l1_bytes(self) -> int | None:
+        """`l1_gib` in bytes, or None where L1 is given in pages or left to the engine."""
+        return None if self.l1_gib is None else round(self.l1_gib * GIB)
+
+
+def parse_config(argv: Sequence[str] | None = None) -> ServeConfig:
+    """The configuration of `python -m jkv.serve`; see `jkv.flags.parse` for what it raises."""
+    return flags.parse(
+        ServeConfig,
+        argv,
+        prog="python -m jkv.serve",
+        description="Serve a model over gRPC, with a KV cache that outlives the request.",
+    )
