@@ -1,0 +1,1 @@
+"""Load and cache benchmarks for jkv and for any OpenAI-compatible server."""
