@@ -1,0 +1,79 @@
+"""Results as a table for people and as JSON for programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jkv.bench.calibrate import REFERENCE_MATMUL_GFLOPS, Calibration
+from jkv.bench.clients import TargetInfo
+from jkv.bench.metrics import Spread
+
+Row = Sequence[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """A finished benchmark. `results` are the numbers, `rows` the same for reading, aligned in columns.
+
+    `errors` says what failed, empty when nothing did.
+    """
+
+    results: Any
+    rows: Sequence[Row]
+    errors: Sequence[str]
+
+
+def as_json(name: str, options: Any, info: TargetInfo, calibration: Calibration, report: Report) -> str:
+    """One JSON object; `options` and `report.results` are dataclasses or lists of them, times in seconds."""
+    document = {
+        "benchmark": name,
+        "options": options,
+        "target": info,
+        "calibration": calibration,
+        "results": report.results,
+        "errors": list(report.errors),
+    }
+    return json.dumps(document, default=dataclasses.asdict, indent=2, allow_nan=False)
+
+
+def as_text(name: str, options: Any, info: TargetInfo, calibration: Calibration, report: Report) -> str:
+    """A table, then the machine's calibration, then each error."""
+    head = f"{name}: {info.model} at {options.target}"
+    machine = (
+        f"this machine: matmul {calibration.matmul_gflops:.0f} GFLOP/s"
+        f" ({calibration.matmul_vs_reference:.2f} of the reference machine's {REFERENCE_MATMUL_GFLOPS:.0f}),"
+        f" memory read {calibration.memory_read_gb_per_s:.1f} GB/s"
+    )
+    return "\n".join([head, *aligned(report.rows), machine, *(f"FAILED: {error}" for error in report.errors)])
+
+
+def aligned(rows: Sequence[Row]) -> list[str]:
+    """Rows as lines: the first column to the left, the others to the right, as wide as their widest cells."""
+    columns = max((len(row) for row in rows), default=0)
+    widths = [max(len(row[column]) for row in rows if column < len(row)) for column in range(columns)]
+    return [
+        "  ".join(
+            cell.rjust(width) if column else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=False))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def milliseconds(seconds: float | None) -> str:
+    return "n/a" if seconds is None else f"{seconds * 1000:.2f}"
+
+
+def number(value: float | None) -> str:
+    return "n/a" if value is None else f"{value:.2f}"
+
+
+def spread_row(label: str, spread: Spread | None) -> Row:
+    """`label`, then p50, p90, p99 and mean in milliseconds."""
+    if spread is None:
+        return (label, "n/a", "n/a", "n/a", "n/a")
+    return (label, *(milliseconds(value) for value in (spread.p50, spread.p90, spread.p99, spread.mean)))
