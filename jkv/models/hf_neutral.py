@@ -1,0 +1,50 @@
+"""Fields of Hugging Face configs that cannot change the logits, so that they may be left unread."""
+
+from __future__ import annotations
+
+# They describe training, special tokens, or the library that wrote the file; dropouts are off at inference.
+NEUTRAL = frozenset(
+    {
+        "_attn_implementation",
+        "_flash_attn_2_enabled",
+        "_name_or_path",
+        "architectures",
+        "attention_dropout",
+        "attn_implementation",
+        "chunk_size_feed_forward",
+        "cls_token_id",
+        "decoder_start_token_id",
+        "dtype",
+        "finetuning_task",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "hidden_dropout",
+        "id2label",
+        "initializer_range",
+        "is_decoder",
+        "is_llama_config",
+        "label2id",
+        "max_sequence_length",
+        "model_type",
+        "name_or_path",
+        "num_labels",
+        "output_attentions",
+        "output_hidden_states",
+        "pad_token_id",
+        "prefix",
+        "problem_type",
+        "resid_pdrop",
+        "return_dict",
+        "sep_token_id",
+        "task_specific_params",
+        "tokenizer_class",
+        "torch_dtype",
+        "transformers.js_config",
+        "transformers_version",
+        "unk_token_id",
+        "unsloth_fixed",
+        "unsloth_version",
+        "use_cache",
+        "vocab_file",
+    }
+)
