@@ -1,0 +1,60 @@
+"""The metadata of one ragged step, shared by the model, the attention paths and the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class StepBatch:
+    """One ragged batch of decodes and prefill chunks, padded to its bucket. All arrays are int32.
+
+    Sequences are ordered decodes first, so that decode `i` has flat row `i`; then prefill chunks, back to back.
+    T is the token bucket, S the most sequences of a step, W the page table's width.
+    """
+
+    token_ids: jax.Array  # [T]; a negative value -1-slot stands for the last token sampled in that slot
+    positions: jax.Array  # [T]
+    write_pages: jax.Array  # [T] page that takes the token's K and V; the pool's page count masks the write
+    write_offsets: jax.Array  # [T] row inside that page
+    page_table: jax.Array  # [S, W] pages of each sequence in order; unused entries are 0
+    kv_lens: jax.Array  # [S] keys visible to the sequence's last query of this step
+    q_starts: jax.Array  # [S] flat row of the first query
+    q_lens: jax.Array  # [S] queries in this step
+    counts: jax.Array  # [2] how many sequences are decodes, how many sequences there are in all
+    sample_rows: jax.Array  # [S] flat rows whose hidden states go to the sampler
+
+    @property
+    def num_decodes(self) -> jax.Array:
+        return self.counts[0]
+
+    @property
+    def num_seqs(self) -> jax.Array:
+        return self.counts[1]
+
+    @staticmethod
+    def abstract(
+        tokens: int, seqs: int, table_width: int, sharding: jax.sharding.Sharding | None = None
+    ) -> StepBatch:
+        """Shapes and dtypes only, to lower and compile with."""
+
+        def i32(*shape: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
+
+        t, s = i32(tokens), i32(seqs)
+        return StepBatch(
+            token_ids=t,  # type: ignore[arg-type]
+            positions=t,  # type: ignore[arg-type]
+            write_pages=t,  # type: ignore[arg-type]
+            write_offsets=t,  # type: ignore[arg-type]
+            page_table=i32(seqs, table_width),  # type: ignore[arg-type]
+            kv_lens=s,  # type: ignore[arg-type]
+            q_starts=s,  # type: ignore[arg-type]
+            q_lens=s,  # type: ignore[arg-type]
+            counts=i32(2),  # type: ignore[arg-type]
+            sample_rows=s,  # type: ignore[arg-type]
+        )

@@ -1,0 +1,204 @@
+"""Paged attention in plain XLA: what CPUs run, and the reference for the Pallas kernels.
+
+Running max/sum softmax over blocks of keys (Milakov and Gimelshein, arXiv:1805.02867; FlashAttention,
+arXiv:2205.14135). Key blocks start at multiples of the block size whatever the chunk, so a query's reduction order
+depends on its position alone, and a masked block leaves max, sum and output bit for bit as they were.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jkv.kernels.batch import StepBatch
+
+_MASKED = -1e30
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionBlocks:
+    """Block sizes in tokens. Equal key blocks in both phases make a decode's bits equal to a prefill's."""
+
+    prefill_queries: int = 256
+    prefill_keys: int = 512
+    decode_keys: int = 128
+
+
+BATCH_INVARIANT_BLOCKS = AttentionBlocks(prefill_keys=128)
+
+
+class _Running(NamedTuple):
+    peak: jax.Array  # [..., rows] running maximum
+    total: jax.Array  # [..., rows] running sum of exponentials
+    out: jax.Array  # [..., rows, width] unnormalized output
+
+
+class _Sequence(NamedTuple):
+    table: jax.Array  # [W]
+    kv_len: jax.Array
+    q_start: jax.Array
+    q_len: jax.Array
+
+
+def paged_attention(
+    q: jax.Array,
+    pool: jax.Array,
+    layer: jax.Array,
+    pages: int,
+    batch: StepBatch,
+    *,
+    window: jax.Array,
+    scale: float,
+    blocks: AttentionBlocks,
+) -> jax.Array:
+    """Causal attention of every query over its sequence's pages, this step's keys included.
+
+    Args:
+        q: `[T, heads, head_dim]`.
+        pool: the flat KV pool; only pages in use are read, and rows past a sequence's length never reach the output.
+        layer: int32 scalar, picks the pool rows `layer * pages ...`.
+        window: int32 scalar; a query sees itself and the `window - 1` keys before it.
+
+    Returns:
+        `[T, heads, head_dim]` in q's dtype; rows of padding are unspecified but finite.
+    """
+    run = _PagedAttention(pool, layer * pages, batch, window, scale, blocks, q)
+    return run.prefill(run.decode(jnp.zeros_like(run.q)))[: q.shape[0]].astype(q.dtype)
+
+
+class _PagedAttention:
+    """One call's operands; the loops below close over them."""
+
+    def __init__(
+        self,
+        pool: jax.Array,
+        first_row: jax.Array,
+        batch: StepBatch,
+        window: jax.Array,
+        scale: float,
+        blocks: AttentionBlocks,
+        q: jax.Array,
+    ) -> None:
+        _, self.page_size, kv2, self.head_dim = pool.shape
+        self.kv_heads = kv2 // 2
+        self.heads = q.shape[1]
+        self.group = self.heads // self.kv_heads
+        self.width = kv2 * self.head_dim
+        self.pool = pool
+        self.first_row, self.batch, self.window, self.blocks = first_row, batch, window, blocks
+        self.q_block = min(blocks.prefill_queries, q.shape[0])
+        # The last block of a chunk may reach past the batch: give it rows of its own to spill into.
+        self.q = jnp.pad(q.astype(jnp.float32) * scale, ((0, self.q_block), (0, 0), (0, 0)))
+
+    def _sequence(self, index: jax.Array) -> _Sequence:
+        b = self.batch
+        return _Sequence(b.page_table[index], b.kv_lens[index], b.q_starts[index], b.q_lens[index])
+
+    def _load(self, seq: _Sequence, block: jax.Array, keys: int) -> jax.Array:
+        """Keys and values of one key block, `[keys, 2 * kv_heads * head_dim]`, zero past the sequence's end."""
+        per_block = keys // self.page_size
+        pages = lax.dynamic_slice(seq.table, (block * per_block,), (per_block,))
+        kv = self.pool[self.first_row + pages].reshape(keys, self.width)
+        used = block * keys + jnp.arange(keys) < seq.kv_len
+        return jnp.where(used[:, None], kv, 0).astype(jnp.float32)
+
+    def _first_block(self, position: jax.Array, keys: int) -> jax.Array:
+        return jnp.maximum(position - self.window + 1, 0) // keys
+
+    def _visible(self, block: jax.Array, keys: int, positions: jax.Array) -> jax.Array:
+        key = block * keys + jnp.arange(keys)
+        distance = positions[:, None] - key[None, :]
+        return (distance >= 0) & (distance < self.window)
+
+    def decode(self, out: jax.Array) -> jax.Array:
+        """One query a sequence. All heads share one product over whole cache rows, each row of q zero outside its head:
+        more arithmetic, but the keys are read as they lie, and reading them is what a decode costs."""
+        keys = max(self.blocks.decode_keys, self.page_size)
+        spread, pick = self._head_masks()
+
+        def one(index: jax.Array, out: jax.Array) -> jax.Array:
+            seq = self._sequence(index)
+            position = seq.kv_len - 1
+            q = (self.q[index][:, None, :] * spread[:, :, None]).reshape(-1, self.width)
+
+            def body(block: jax.Array, run: _Running) -> _Running:
+                kv = self._load(seq, block, keys)
+                scores = jnp.einsum("re,ke->rk", q, kv)
+                seen = self._visible(block, keys, position[None])
+                return _accumulate(
+                    run, jnp.where(seen, scores, _MASKED), lambda p: jnp.einsum("rk,ke->re", p, kv)
+                )
+
+            start = _empty((q.shape[0],), self.width)
+            run = lax.fori_loop(self._first_block(position, keys), position // keys + 1, body, start)
+            rows = (run.out / run.total[:, None])[: self.heads].reshape(
+                self.heads, 2 * self.kv_heads, self.head_dim
+            )
+            picked = jnp.where(pick[:, :, None], rows, 0).sum(axis=1)
+            return lax.dynamic_update_index_in_dim(out, picked, index, 0)
+
+        return lax.fori_loop(0, self.batch.num_decodes, one, out)
+
+    def _head_masks(self) -> tuple[jax.Array, jax.Array]:
+        """`[rows, 2 * kv_heads]`: where a query head's key lies in a cache row, and where its value lies.
+
+        A single head gets a second row, for a product of one row rounds differently from those of more.
+        """
+        head = jnp.arange(self.heads) // self.group
+        column = jnp.arange(2 * self.kv_heads)
+        spread = (column[None, :] == 2 * head[:, None]).astype(jnp.float32)
+        pick = column[None, :] == 2 * head[:, None] + 1
+        return jnp.pad(spread, ((0, int(self.heads == 1)), (0, 0))), pick
+
+    def prefill(self, out: jax.Array) -> jax.Array:
+        """Chunks of several queries, a block of queries at a time against its causal key blocks only."""
+
+        def one(index: jax.Array, out: jax.Array) -> jax.Array:
+            seq = self._sequence(index)
+            blocks = (seq.q_len + self.q_block - 1) // self.q_block
+            return lax.fori_loop(0, blocks, lambda i, out: self._query_block(seq, i, out), out)
+
+        return lax.fori_loop(self.batch.num_decodes, self.batch.num_seqs, one, out)
+
+    def _query_block(self, seq: _Sequence, index: jax.Array, out: jax.Array) -> jax.Array:
+        keys = max(self.blocks.prefill_keys, self.page_size)
+        flat = seq.q_start + index * self.q_block
+        first = seq.kv_len - seq.q_len + index * self.q_block
+        q = lax.dynamic_slice_in_dim(self.q, flat, self.q_block, 0)
+        q = q.reshape(self.q_block, self.kv_heads, self.group, self.head_dim)
+        q = q.transpose(1, 0, 2, 3).reshape(self.kv_heads, self.q_block * self.group, self.head_dim)
+        positions = jnp.repeat(first + jnp.arange(self.q_block), self.group)
+
+        def body(block: jax.Array, run: _Running) -> _Running:
+            kv = self._load(seq, block, keys).reshape(keys, self.kv_heads, 2, self.head_dim)
+            k, v = kv[:, :, 0].transpose(1, 0, 2), kv[:, :, 1].transpose(1, 0, 2)
+            scores = jnp.einsum("hmd,hkd->hmk", q, k)
+            seen = self._visible(block, keys, positions)
+            return _accumulate(
+                run, jnp.where(seen[None], scores, _MASKED), lambda p: jnp.einsum("hmk,hkd->hmd", p, v)
+            )
+
+        last = jnp.minimum(first + self.q_block, seq.kv_len) - 1
+        start = _empty((self.kv_heads, self.q_block * self.group), self.head_dim)
+        run = lax.fori_loop(self._first_block(first, keys), last // keys + 1, body, start)
+        rows = run.out / run.total[..., None]
+        rows = rows.reshape(self.kv_heads, self.q_block, self.group, self.head_dim).transpose(1, 0, 2, 3)
+        # Rows past the chunk's end land on the next chunk's rows, which that chunk then overwrites.
+        return lax.dynamic_update_slice_in_dim(
+            out, rows.reshape(self.q_block, self.heads, self.head_dim), flat, 0
+        )
+
+
+def _empty(rows: tuple[int, ...], width: int) -> _Running:
+    return _Running(jnp.full(rows, _MASKED), jnp.zeros(rows), jnp.zeros((*rows, width)))
+
+
+def _accumulate(run: _Running, scores: jax.Array, weigh) -> _Running:
+    peak = jnp.maximum(run.peak, scores.max(axis=-1))
+    p = jnp.exp(scores - peak[..., None])
+    decay = jnp.exp(run.peak - peak)
+    return _Running(peak, run.total * decay + p.sum(axis=-1), run.out * decay[..., None] + weigh(p))
