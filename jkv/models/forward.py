@@ -1,0 +1,74 @@
+"""The two halves of a step: tokens through the layers into hidden states, and hidden states into logits."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.typing import DTypeLike
+
+from jkv.kernels.batch import StepBatch
+from jkv.models.config import ModelConfig
+from jkv.models.decoder import LayerContext, StepShape, layer_context, layer_windows, rms_norm
+from jkv.models.params import Params, layer_definition
+
+
+def forward(
+    config: ModelConfig,
+    dtype: DTypeLike,
+    shape: StepShape,
+    params: Params,
+    pool: jax.Array,
+    last_tokens: jax.Array,
+    batch: StepBatch,
+) -> tuple[jax.Array, jax.Array]:
+    """Runs one ragged step.
+
+    Args:
+        pool: the KV pool, to be donated.
+        last_tokens: `[slots]` int32, the newest token of each slot, for decodes that the host has not read yet.
+
+    Returns:
+        Normed hidden states of `batch.sample_rows`, `[S, hidden]`, and the pool with the step's K and V written.
+    """
+    definition, _ = layer_definition(config, dtype)
+    ids = jnp.where(batch.token_ids < 0, last_tokens[-1 - batch.token_ids], batch.token_ids)
+    x = params.embed[ids].astype(dtype)
+    context = layer_context(config, batch)
+    windows = jnp.asarray(layer_windows(config), jnp.int32)
+    if shape.unroll_layers:
+        # Jitted so that the layers share one trace; XLA inlines them again.
+        layer_fn = jax.jit(partial(_layer, definition, shape))
+        for i, state in enumerate(params.layers):
+            x, pool = layer_fn(state, jnp.int32(i), windows[i], x, pool, context)
+    else:
+
+        def body(carry: tuple[jax.Array, jax.Array], layer: Any) -> tuple[tuple[jax.Array, jax.Array], None]:
+            return _layer(definition, shape, *layer, *carry, context), None
+
+        layers = (params.layers, jnp.arange(config.num_layers, dtype=jnp.int32), windows)
+        (x, pool), _ = lax.scan(body, (x, pool), layers)
+    return rms_norm(x[batch.sample_rows], params.norm, config.rms_norm_eps), pool
+
+
+def logits(params: Params, hidden: jax.Array) -> jax.Array:
+    """`[S, hidden]` to float32 `[S, vocab]`."""
+    head = params.embed if params.head is None else params.head
+    return jnp.einsum("sh,vh->sv", hidden, head, preferred_element_type=jnp.float32)
+
+
+def _layer(
+    definition: nnx.GraphDef,
+    shape: StepShape,
+    state: Any,
+    index: jax.Array,
+    window: jax.Array,
+    x: jax.Array,
+    pool: jax.Array,
+    context: LayerContext,
+) -> tuple[jax.Array, jax.Array]:
+    return nnx.merge(definition, state)(x, pool, index, window, context, shape)

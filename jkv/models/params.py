@@ -1,0 +1,139 @@
+"""A model's parameters as the compiled programs take them, and filling them from a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jkv.errors import UnsupportedModelError
+from jkv.models.config import ModelConfig
+from jkv.models.decoder import DecoderLayer
+from jkv.models.source import TensorSource
+
+_EMBED, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+# Buffers that some checkpoints carry and that jkv computes from the config.
+_DERIVED = ("rotary_emb.inv_freq",)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Params:
+    """All weights. `layers` is a list of layer states, or one state whose leaves are stacked over layers for scan."""
+
+    embed: Any  # [vocab, hidden]
+    layers: Any
+    norm: Any  # [hidden]
+    head: Any  # [vocab, hidden]; None when tied to `embed`
+
+
+def layer_definition(config: ModelConfig, dtype: DTypeLike) -> tuple[nnx.GraphDef, Any]:
+    """The layer's graph definition and its state as ShapeDtypeStructs; nothing is allocated."""
+    return nnx.split(nnx.eval_shape(lambda: DecoderLayer(config, dtype)))
+
+
+def abstract_params(config: ModelConfig, dtype: DTypeLike, *, stacked: bool) -> Params:
+    """Shapes and dtypes of every parameter."""
+    _, layer = layer_definition(config, dtype)
+
+    def struct(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    if stacked:
+        layers = jax.tree.map(lambda x: jax.ShapeDtypeStruct((config.num_layers, *x.shape), x.dtype), layer)
+    else:
+        layers = [layer] * config.num_layers
+    vocab = struct(config.vocab_size, config.hidden_size)
+    return Params(
+        embed=vocab,
+        layers=layers,
+        norm=struct(config.hidden_size),
+        head=None if config.tie_embeddings else vocab,
+    )
+
+
+def load_params(
+    config: ModelConfig,
+    source: TensorSource,
+    dtype: DTypeLike,
+    *,
+    stacked: bool,
+    workers: int,
+    progress: Callable[[float], None] = lambda done: None,
+) -> Params:
+    """Reads a checkpoint into device arrays, several tensors at once.
+
+    Raises:
+        UnsupportedModelError: a tensor is missing, has the wrong shape, or is not one this model has.
+    """
+    names = tensor_names(config, dtype)
+    _refuse_unknown(names, source, config)
+    done = 0
+
+    def read(name: str) -> np.ndarray:
+        nonlocal done
+        array = np.asarray(_checked(name, names[name], source), dtype=jnp.dtype(dtype))
+        done += 1
+        progress(done / len(names))
+        return array
+
+    # Stacked leaves are assembled on the host first: the device never holds a layer twice.
+    place = (lambda name: read(name)) if stacked else (lambda name: jax.device_put(read(name)))
+    with ThreadPoolExecutor(max_workers=workers) as pool:
+        arrays = dict(zip(names, pool.map(place, names), strict=True))
+    _, layer = layer_definition(config, dtype)
+    layers = [
+        jax.tree.map_with_path(lambda path, _, i=i: arrays[_tensor_name(i, path)], layer)
+        for i in range(config.num_layers)
+    ]
+    params = Params(
+        embed=arrays[_EMBED],
+        layers=jax.tree.map(lambda *leaves: np.stack(leaves), *layers) if stacked else layers,
+        norm=arrays[_NORM],
+        head=None if config.tie_embeddings else arrays[_HEAD],
+    )
+    return jax.block_until_ready(jax.device_put(params))
+
+
+def tensor_names(config: ModelConfig, dtype: DTypeLike) -> dict[str, tuple[int, ...]]:
+    """Every tensor the model reads, by Hugging Face name, with its shape."""
+    _, layer = layer_definition(config, dtype)
+    leaves = jax.tree_util.tree_leaves_with_path(layer)
+    names = {_EMBED: (config.vocab_size, config.hidden_size), _NORM: (config.hidden_size,)}
+    if not config.tie_embeddings:
+        names[_HEAD] = names[_EMBED]
+    for i in range(config.num_layers):
+        names |= {_tensor_name(i, path): leaf.shape for path, leaf in leaves}
+    return names
+
+
+def _tensor_name(layer: int, path: tuple[Any, ...]) -> str:
+    parts = [str(k.key) for k in path if hasattr(k, "key")]
+    return f"model.layers.{layer}." + ".".join(parts)
+
+
+def _checked(name: str, shape: tuple[int, ...], source: TensorSource) -> np.ndarray:
+    if name not in source.names():
+        raise UnsupportedModelError(f"tensor {name} of shape {list(shape)} is missing from the checkpoint")
+    if source.shape(name) != shape:
+        raise UnsupportedModelError(
+            f"tensor {name} has shape {list(source.shape(name))}; its config says {list(shape)}"
+        )
+    return source.read(name)
+
+
+def _refuse_unknown(names: dict[str, tuple[int, ...]], source: TensorSource, config: ModelConfig) -> None:
+    allowed = {*names, _HEAD} if config.tie_embeddings else set(names)
+    unknown = [n for n in source.names() if n not in allowed and not n.endswith(_DERIVED)]
+    if unknown:
+        raise UnsupportedModelError(
+            f"{config.architecture} has no tensor {unknown[0]} ({len(unknown)} unknown in all); "
+            "jkv does not implement what it is for"
+        )
