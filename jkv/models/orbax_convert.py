@@ -85,7 +85,7 @@ def _read_all(source: TensorSource, dtype: str | None) -> tuple[dict[str, np.nda
 
 
 def _check_space(directory: Path, needed: int) -> None:
-    """Raise OSError before Orbax starts: on a full disk its writers go on after the error, recreating files."""
+    """Raise OSError before Orbax starts: on a full disk its writers go on after the error, making files."""
     free = shutil.disk_usage(directory).free
     if free < needed:
         raise OSError(errno.ENOSPC, f"it needs up to {needed / 1e6:.0f} MB and {free / 1e6:.0f} MB are free")
