@@ -29,7 +29,7 @@ class HttpClient:
     """As many connections to `base_url` (it ends in `/v1` or alike) as there are requests in flight."""
 
     def __init__(self, base_url: str) -> None:
-        self._base_url = base_url
+        self.base_url = base_url
         # A queued request may wait long for its first byte: only the caller limits that.
         self._http = httpx2.AsyncClient(
             timeout=httpx2.Timeout(None, connect=CONNECT_TIMEOUT_S),
@@ -38,14 +38,14 @@ class HttpClient:
 
     async def describe(self, model: str | None) -> TargetInfo:
         try:
-            response = await self._http.get(f"{self._base_url}/models", timeout=CONNECT_TIMEOUT_S)
+            response = await self._http.get(f"{self.base_url}/models", timeout=CONNECT_TIMEOUT_S)
             response.raise_for_status()
             cards = {card["id"]: card for card in response.json()["data"]}
         except httpx2.HTTPError as error:
-            raise TargetError(f"--target {self._base_url}: {_reason(error)}") from error
+            raise TargetError(f"--target {self.base_url}: {_reason(error)}") from error
         except (ValueError, KeyError, TypeError) as error:
             raise TargetError(
-                f"--target {self._base_url}: /models does not answer as OpenAI's API does"
+                f"--target {self.base_url}: /models does not answer as OpenAI's API does"
             ) from error
         card = cards[choose_model(model, list(cards))]
         return TargetInfo(model=card["id"], max_model_len=card.get("max_model_len"))
@@ -61,14 +61,14 @@ class HttpClient:
             "stream_options": {"include_usage": True},
         }
         try:
-            async with self._http.sse(f"{self._base_url}/completions", method="POST", json=body) as events:
+            async with self._http.sse(f"{self.base_url}/completions", method="POST", json=body) as events:
                 if events.response.is_error:
                     detail = (await events.response.aread()).decode(errors="replace")[:_ERROR_CHARS]
                     raise RequestFailedError(f"HTTP {events.response.status_code}: {detail}")
                 async for event in events:
                     if event.data == "[DONE]":
                         return
-                    yield _chunk(json.loads(event.data))
+                    yield chunk_of(json.loads(event.data))
         except httpx2.HTTPError as error:
             raise RequestFailedError(_reason(error)) from error
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
@@ -78,7 +78,12 @@ class HttpClient:
         await self._http.aclose()
 
 
-def _chunk(event: Mapping[str, Any]) -> Chunk:
+def chunk_of(event: Mapping[str, Any]) -> Chunk:
+    """One event of a completion.
+
+    Raises:
+        RequestFailedError: the event is an error.
+    """
     if "error" in event:
         raise RequestFailedError(json.dumps(event["error"])[:_ERROR_CHARS])
     choices = event["choices"]
