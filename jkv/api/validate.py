@@ -12,7 +12,6 @@ from jkv.errors import InvalidRequestError, UnknownModelError
 
 MAX_REQUEST_ID_LENGTH = 128
 MAX_CACHE_SALT_LENGTH = 256
-MAX_ROLE_LENGTH = 64
 
 
 def check_model(name: str, served_name: str) -> None:
@@ -29,8 +28,7 @@ def check_input(request: pb.GenerateRequest | pb.TokenizeRequest, *, has_tokeniz
     """Which input field a request brings, checked as far as that needs no tokenizer.
 
     Raises:
-        InvalidRequestError: no input, an empty one, a message without a role, or text for a model without a
-            tokenizer.
+        InvalidRequestError: no input, an empty prompt, or text for a model without a tokenizer.
     """
     field = request.WhichOneof("input")
     if field is None:
@@ -40,20 +38,7 @@ def check_input(request: pb.GenerateRequest | pb.TokenizeRequest, *, has_tokeniz
         raise InvalidRequestError(field, "this model has no tokenizer; send token_ids")
     if field == "prompt" and not request.prompt:
         raise InvalidRequestError("prompt", "must not be empty")
-    if field == "messages":
-        _check_messages(request.messages.messages)
     return field
-
-
-def _check_messages(messages: Sequence[pb.Message]) -> None:
-    if not messages:
-        raise InvalidRequestError("messages", "must not be empty")
-    for position, message in enumerate(messages):
-        if not 1 <= len(message.role) <= MAX_ROLE_LENGTH:
-            raise InvalidRequestError(
-                f"messages[{position}].role",
-                f"must have 1 to {MAX_ROLE_LENGTH} characters, has {len(message.role)}",
-            )
 
 
 def check_token_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
