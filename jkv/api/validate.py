@@ -75,8 +75,8 @@ def engine_requests(
     field = request.WhichOneof("input") or "input"
     if not prompt_ids:
         raise InvalidRequestError(field, "must have at least one token")
-    check_token_ids(field, prompt_ids, info.vocab_size)
     check_prompt_length(field, len(prompt_ids), info)
+    check_token_ids(field, prompt_ids, info.vocab_size)
     _check_text("cache_salt", request.cache_salt, MAX_CACHE_SALT_LENGTH)
     sampling = sampling_params(request.sampling, info, len(prompt_ids))
     count = sequence_count(request.sampling)
