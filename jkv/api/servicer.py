@@ -28,8 +28,9 @@ from jkv.text.detokenize import Detokenizer
 R = TypeVar("R")
 _Context = grpc.aio.ServicerContext[Any, Any]
 
-# Tokenizing a 10 MB prompt takes about a gigabyte for a moment, so few run at once.
 _TEXT_THREADS = 4
+# Tokenizing 10 MB takes seconds and up to 1.4 GiB: such prompts wait for each other, and no small one for them.
+_LARGE_BYTES = 2**20
 
 
 def _answering(method: Callable[..., Awaitable[R]]) -> Callable[..., Awaitable[R]]:
@@ -62,6 +63,7 @@ class GenerationServicer(pb_grpc.GenerationServicer):
         self._running = 0
         self._idle = asyncio.Event()
         self._idle.set()
+        self._large = asyncio.Semaphore(1)
         self._threads = ThreadPoolExecutor(_TEXT_THREADS, thread_name_prefix="text")
 
     def open(self, backend: Backend) -> None:
@@ -92,7 +94,7 @@ class GenerationServicer(pb_grpc.GenerationServicer):
     @_answering
     async def Tokenize(self, request: pb.TokenizeRequest, context: _Context) -> pb.TokenizeResponse:
         backend = self._serving(request.model)
-        return pb.TokenizeResponse(ids=await self._in_thread(prompt_ids, request, backend))
+        return pb.TokenizeResponse(ids=await self._prompt_ids(request, backend))
 
     @_answering
     async def Detokenize(self, request: pb.DetokenizeRequest, context: _Context) -> pb.DetokenizeResponse:
@@ -124,6 +126,14 @@ class GenerationServicer(pb_grpc.GenerationServicer):
         check_model(model, self._backend.served_name)
         return self._backend
 
+    async def _prompt_ids(
+        self, request: pb.GenerateRequest | pb.TokenizeRequest, backend: Backend
+    ) -> tuple[int, ...]:
+        if request.ByteSize() <= _LARGE_BYTES:
+            return await self._in_thread(prompt_ids, request, backend)
+        async with self._large:
+            return await self._in_thread(prompt_ids, request, backend)
+
     async def _in_thread(self, function: Callable[..., R], *args: Any) -> R:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
 
@@ -131,7 +141,7 @@ class GenerationServicer(pb_grpc.GenerationServicer):
         self, request: pb.GenerateRequest, context: _Context, backend: Backend, deadline: float | None
     ) -> None:
         stops = stop_strings(request.sampling, has_tokenizer=backend.tokenizer is not None)
-        ids = await self._in_thread(prompt_ids, request, backend)
+        ids = await self._prompt_ids(request, backend)
         requests = engine_requests(
             request,
             ids,
