@@ -13,6 +13,7 @@ from jkv.errors import ConfigError
 from jkv.flags import flag
 
 GIB = 2**30
+PAGE_SIZES = (8, 16, 32, 64, 128, 256)
 _UNITS = {"": GIB, "GiB": GIB, "MiB": 2**20, "TiB": 2**40}
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*(MiB|GiB|TiB|)\s*", re.IGNORECASE)
 _INSTANCE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -78,8 +79,6 @@ class ServeConfig:
     page_size: int = flag(
         64,
         group=_KV,
-        minimum=8,
-        maximum=256,
         help="tokens in a page, a power of two; only full pages are shared",
     )
     l1_gib: float | None = flag(
@@ -152,9 +151,9 @@ class ServeConfig:
     log_level: str = flag("info", group=_SERVER, choices=_LEVELS, help="least severe messages to log")
 
     def __post_init__(self) -> None:
-        flags.check(self)
-        if self.page_size & (self.page_size - 1):
+        if self.page_size not in PAGE_SIZES:
             raise ConfigError(f"--page-size {self.page_size}: must be a power of two from 8 to 256")
+        flags.check(self)
         if self.l1_gib is not None and self.l1_gib <= 0:
             raise ConfigError(f"--l1-gib {self.l1_gib:g}: must be greater than 0")
         if self.max_mixed_tokens > self.max_batched_tokens:

@@ -47,9 +47,8 @@ class GrpcServer:
             ConfigError: the address cannot be bound; names the flag and why.
         """
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
-            bound = self._server.add_insecure_port(address)
+            bound = self._server.add_insecure_port(join_address(host, port))
         except RuntimeError:
             raise ConfigError(_bind_failure(host, port)) from None
         await self._server.start()
@@ -75,6 +74,11 @@ class GrpcServer:
     async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for name in ("", SERVICE):
             await self._health.set(name, status)
+
+
+def join_address(host: str, port: int) -> str:
+    """`host:port`, with the brackets that IPv6 needs."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _add_generation(servicer: GenerationServicer, server: grpc.aio.Server) -> None:

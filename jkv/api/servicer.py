@@ -29,7 +29,7 @@ R = TypeVar("R")
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 _TEXT_THREADS = 4
-# Tokenizing 10 MB takes seconds and up to 1.4 GiB: such prompts wait for each other, and no small one for them.
+# Tokenizing 10 MB takes seconds and up to 1.4 GiB: large prompts wait for each other, small ones for none.
 _LARGE_BYTES = 2**20
 
 

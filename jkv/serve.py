@@ -1,0 +1,193 @@
+"""`python -m jkv.serve`: an engine behind its gRPC server, from flags to a clean exit."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, NoReturn, Protocol, TypeVar
+
+from jkv.api.grpc_server import GrpcServer, join_address
+from jkv.api.prompt import Backend
+from jkv.config import GIB, ServeConfig, parse_config
+from jkv.engine.request import Generator
+from jkv.errors import ConfigError, JkvError
+from jkv.text.chat import ChatTemplate
+from jkv.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+log = logging.getLogger("jkv.serve")
+
+_PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+
+
+class RunningEngine(Generator, Protocol):
+    """An engine with a life of its own."""
+
+    async def start(self) -> None:
+        """Compile and warm up; `generate` may be called afterwards."""
+        ...
+
+    async def drain(self, timeout: float) -> None:
+        """Refuse new requests; return once the running ones are done, cancelled after `timeout` seconds."""
+        ...
+
+    async def stop(self) -> None:
+        """End the engine's thread."""
+        ...
+
+
+class Built(Protocol):
+    """A loaded model, ready to be started."""
+
+    @property
+    def engine(self) -> RunningEngine: ...
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
+    @property
+    def chat_template(self) -> ChatTemplate | None: ...
+    @property
+    def served_name(self) -> str: ...
+
+
+Build = Callable[[ServeConfig, Callable[[str], None]], Built]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until SIGTERM or SIGINT. Returns 0, 1 where the model cannot be served, 2 for unusable flags."""
+    try:
+        config = parse_config(argv)
+        _set_up_logging(config)
+        _prepare_environment()
+        from jkv.engine.build import build_engine  # imports jax, which reads the environment once
+
+        asyncio.run(serve(config, build_engine))
+    except JkvError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    return 0
+
+
+async def serve(config: ServeConfig, build: Build) -> None:
+    """Listen, load, serve, and drain on the first SIGTERM or SIGINT; a second one exits at once.
+
+    Stopped before the model is ready, the process exits here with status 0: there is nothing to drain, and
+    loading cannot be interrupted.
+
+    Raises:
+        JkvError: the address or the model cannot be used.
+    """
+    stopping = _stop_on_signals()
+    server = GrpcServer()
+    address = join_address(config.host, await server.start(config.host, config.grpc_port))
+    _announce(f"listening on {address}, loading {config.model}")
+    try:
+        built = await _unless(stopping, _load(config, build))
+    except BaseException:
+        await server.stop()
+        raise
+    if built is None:
+        await server.stop()
+        _exit_now(0)
+    await server.open(
+        Backend(
+            generator=built.engine,
+            served_name=built.served_name,
+            tokenizer=built.tokenizer,
+            chat_template=built.chat_template,
+        )
+    )
+    _announce(f"ready: {built.served_name} on {address}")
+    await stopping.wait()
+    log.info("draining for at most %g s", config.drain_timeout)
+    await server.close()
+    await built.engine.drain(config.drain_timeout)
+    await server.stop()
+    await built.engine.stop()
+
+
+def _set_up_logging(config: ServeConfig) -> None:
+    logging.basicConfig(format=f"%(asctime)s {config.instance_id} %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("jkv").setLevel(config.log_level.upper())
+
+
+def _prepare_environment() -> None:
+    """On GPUs XLA caps pinned host memory at 64 GB where only the machine should; others ignore this."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    os.environ.setdefault(_PINNED_LIMIT, str(max(1, total // GIB)))
+
+
+def _announce(message: str) -> None:
+    """For people and scripts that wait for the server."""
+    print(message, flush=True)
+
+
+def _stop_on_signals() -> asyncio.Event:
+    stopping = asyncio.Event()
+
+    def handle(number: int) -> None:
+        if stopping.is_set():
+            _exit_now(128 + number)
+        stopping.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, handle, number)
+    return stopping
+
+
+def _exit_now(status: int) -> NoReturn:
+    """Leave without waiting for threads that compile or load."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+async def _load(config: ServeConfig, build: Build) -> Built:
+    built = await _in_daemon_thread(lambda: build(config, log.info))
+    await built.engine.start()
+    return built
+
+
+async def _unless(stopping: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+    """The work's result, or None if `stopping` comes first."""
+    task, stop = asyncio.create_task(work), asyncio.create_task(stopping.wait())
+    await asyncio.wait((task, stop), return_when=asyncio.FIRST_COMPLETED)
+    stop.cancel()
+    if task.done():
+        return task.result()
+    task.cancel()
+    return None
+
+
+def _in_daemon_thread(function: Callable[[], T]) -> asyncio.Future[T]:
+    """Run `function` in a thread that does not keep the process alive, as those of an executor do."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: Exception | None) -> None:
+        if future.cancelled():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # pyright: ignore[reportArgumentType]
+
+    def run() -> None:
+        try:
+            result, error = function(), None
+        except Exception as raised:
+            result, error = None, raised
+        loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=run, name="load", daemon=True).start()
+    return future
+
+
+if __name__ == "__main__":
+    sys.exit(main())
