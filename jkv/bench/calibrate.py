@@ -23,7 +23,8 @@ from jkv.errors import JkvError
 REFERENCE_MATMUL_GFLOPS = 130.0
 
 _MATMUL = (512, 576, 1536)
-_REPEATS = 20
+# Long enough to meet a quiet moment of a shared machine.
+_SECONDS = 1.0
 _READ_THREADS = 2
 # Twice 256 MiB: several times the last-level cache of any current CPU.
 _READ_BYTES = 256 * 2**20
@@ -86,13 +87,13 @@ def _read_gb_per_s() -> float:
 
 
 def _best(work: Callable[[], object]) -> float:
-    """Seconds of the fastest of `_REPEATS` calls."""
-    times = []
-    for _ in range(_REPEATS):
-        start = time.perf_counter()
+    """Seconds of the fastest call among `_SECONDS` of calls."""
+    best = float("inf")
+    begun = time.perf_counter()
+    while (start := time.perf_counter()) < begun + _SECONDS:
         work()
-        times.append(time.perf_counter() - start)
-    return min(times)
+        best = min(best, time.perf_counter() - start)
+    return best
 
 
 if __name__ == "__main__":

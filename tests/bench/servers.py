@@ -149,11 +149,16 @@ class _Handler(BaseHTTPRequestHandler):
         """Keep the test's output clean."""
 
 
+class _HttpServer(ThreadingHTTPServer):
+    # With the default of 5, simultaneous connections wait a second for their SYN to be sent again.
+    request_queue_size = 128
+
+
 @contextmanager
 def http_server(model: FakeModel) -> Iterator[str]:
     """The target URL of a running server."""
     handler = type("Handler", (_Handler,), {"model": model})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server = _HttpServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
