@@ -45,7 +45,7 @@ def as_text(name: str, options: Any, info: TargetInfo, calibration: Calibration,
     head = f"{name}: {info.model} at {options.target}"
     machine = (
         f"this machine: matmul {calibration.matmul_gflops:.0f} GFLOP/s"
-        f" ({calibration.matmul_vs_reference:.2f} times the reference machine's {REFERENCE_MATMUL_GFLOPS:.0f}),"
+        f" ({calibration.matmul_vs_reference:.2f} times the reference's {REFERENCE_MATMUL_GFLOPS:.0f}),"
         f" memory read {calibration.memory_read_gb_per_s:.1f} GB/s"
     )
     return "\n".join([head, *aligned(report.rows), machine, *(f"FAILED: {error}" for error in report.errors)])

@@ -203,7 +203,7 @@ def test_the_table_has_the_numbers_and_the_calibration(
         assert bench.main([name, *target, *flags]) in (0, 1)
         text = capsys.readouterr().out
         assert text.startswith(f"{name}: fake at ")
-        assert "matmul 65 GFLOP/s (0.50 times the reference machine's 130), memory read 12.3 GB/s" in text
+        assert "matmul 65 GFLOP/s (0.50 times the reference's 130), memory read 12.3 GB/s" in text
         assert "TTFT" in text or "ITL" in text
 
 
