@@ -1,0 +1,45 @@
+"""The client's entry point: arguments to a command, failures to an exit status."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from jkv import flags
+from jkv.client import commands
+from jkv.client.args import Connection, build_parser
+from jkv.client.rpc import CallError
+from jkv.errors import ConfigError
+
+_COMMANDS = {
+    "generate": commands.run_generate,
+    "chat": commands.run_chat,
+    "tokenize": commands.run_tokenize,
+    "health": commands.run_health,
+}
+_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. Returns 0, 1 for a failed call, 2 for unusable arguments, 130 after Ctrl-C."""
+    args = build_parser().parse_args(argv)
+    try:
+        connection = Connection(**flags.given(Connection, args))
+        return _COMMANDS[args.command](args, connection)
+    except ConfigError as error:
+        return _fail(str(error), 2)
+    except CallError as error:
+        return _fail(str(error), 1)
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # The reader of stdout has gone; Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _fail(message: str, status: int) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return status
