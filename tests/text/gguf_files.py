@@ -9,12 +9,24 @@ from typing import Any
 import gguf
 from gguf import TokenType
 
+from jkv.text.gguf_tokenizer import from_metadata
+from jkv.text.tokenizer import Tokenizer
+
 SENTENCEPIECE = Path(__file__).parents[1] / "data" / "text" / "sentencepiece_bpe.json"
 
 
 def sentencepiece_golden() -> dict[str, Any]:
     """Pieces of a model trained by sentencepiece 0.2.3, with texts and the ids and decoding it gave."""
     return json.loads(SENTENCEPIECE.read_text(encoding="utf-8"))
+
+
+def named(fields: dict[str, Any]) -> dict[str, Any]:
+    """The metadata of a file with these fields; see `write_gguf`."""
+    return {key if "." in key else f"tokenizer.ggml.{key}": value for key, value in fields.items()}
+
+
+def build_tokenizer(fields: dict[str, Any], kind: type[Tokenizer] = Tokenizer) -> Tokenizer:
+    return kind(from_metadata(named(fields), Path("model.gguf")))
 
 
 def byte_characters() -> list[str]:
@@ -25,10 +37,9 @@ def byte_characters() -> list[str]:
 
 
 def write_gguf(path: Path, fields: dict[str, Any]) -> Path:
-    """Write `tokenizer.*` fields; a key without a dot is put under `tokenizer.ggml`."""
+    """Write tokenizer fields; a key without a dot is put under `tokenizer.ggml`."""
     writer = gguf.GGUFWriter(path, "llama")
-    for key, value in fields.items():
-        name = key if "." in key else f"tokenizer.ggml.{key}"
+    for name, value in named(fields).items():
         if isinstance(value, bool):
             writer.add_bool(name, value)
         elif isinstance(value, int):

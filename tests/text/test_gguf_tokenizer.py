@@ -12,18 +12,16 @@ from hypothesis import strategies as st
 
 from jkv.errors import ConfigError, UnsupportedModelError
 from jkv.text import byte_level_bpe
-from jkv.text.gguf_tokenizer import from_metadata
 from jkv.text.gguf_vocabulary import GgufVocabulary
 from jkv.text.tokenizer import Tokenizer
-from tests.text.gguf_files import byte_level_fields, sentencepiece_fields, sentencepiece_golden, write_gguf
-
-
-def named(fields: dict[str, Any]) -> dict[str, Any]:
-    return {key if "." in key else f"tokenizer.ggml.{key}": value for key, value in fields.items()}
-
-
-def build(fields: dict[str, Any]) -> Tokenizer:
-    return Tokenizer(from_metadata(named(fields), Path("model.gguf")))
+from tests.text.gguf_files import (
+    build_tokenizer,
+    byte_level_fields,
+    named,
+    sentencepiece_fields,
+    sentencepiece_golden,
+    write_gguf,
+)
 
 
 def pieces(tokenizer: Tokenizer, text: str) -> list[str]:
@@ -70,7 +68,7 @@ def test_pre_tokenizers_split_as_published(pre: str, text: str, expected: list[s
 
 
 def test_qwen2_composes_characters() -> None:
-    tokenizer = build(byte_level_fields(pre="qwen2"))
+    tokenizer = build_tokenizer(byte_level_fields(pre="qwen2"))
     ids = tokenizer.encode("e\u0301", add_special_tokens=False)
     assert tokenizer.decode(ids, skip_special_tokens=True) == "\u00e9"
 
@@ -81,12 +79,12 @@ def test_whole_words_need_no_merges() -> None:
         pre="llama-bpe", tokens=["nice" if t == "the" else t for t in byte_level_fields()["tokens"]]
     )
     fields["merges"] = [merge for merge in fields["merges"] if merge != "th e"]
-    assert pieces(build(fields), "nice") == ["nice"]
-    assert pieces(build({**fields, "pre": "gpt-2"}), "nice") == ["n", "i", "c", "e"]
+    assert pieces(build_tokenizer(fields), "nice") == ["nice"]
+    assert pieces(build_tokenizer({**fields, "pre": "gpt-2"}), "nice") == ["n", "i", "c", "e"]
 
 
 def test_control_user_defined_and_unused_tokens() -> None:
-    tokenizer = build(byte_level_fields())
+    tokenizer = build_tokenizer(byte_level_fields())
     ids = tokenizer.encode("<s>in<tool>[PAD0]", add_special_tokens=False)
     assert ids[:3] == [261, 256, 263]
     assert 264 not in ids
@@ -107,7 +105,7 @@ def test_control_user_defined_and_unused_tokens() -> None:
     ],
 )
 def test_bos_and_eos_around_raw_prompts(changes: dict[str, Any], expected: list[int]) -> None:
-    tokenizer = build(byte_level_fields(**changes))
+    tokenizer = build_tokenizer(byte_level_fields(**changes))
     assert tokenizer.encode("in", add_special_tokens=True) == expected
     assert tokenizer.encode("in", add_special_tokens=False) == [256]
 
@@ -122,7 +120,7 @@ def test_bos_and_eos_around_raw_prompts(changes: dict[str, Any], expected: list[
 )
 def test_unknown_tokenizers_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
-        build(byte_level_fields(**changes))
+        build_tokenizer(byte_level_fields(**changes))
 
 
 @pytest.mark.parametrize(
@@ -143,14 +141,14 @@ def test_unknown_tokenizers_are_refused_by_name(changes: dict[str, Any], message
 def test_damaged_metadata_is_named(changes: dict[str, Any], message: str) -> None:
     fields = {key: value for key, value in byte_level_fields(**changes).items() if value is not None}
     with pytest.raises(ConfigError, match=message):
-        build(fields)
+        build_tokenizer(fields)
 
 
 def test_a_token_twice_is_refused() -> None:
     fields = byte_level_fields()
     fields["tokens"] = [*fields["tokens"][:-3], "<s>", *fields["tokens"][-2:]]
     with pytest.raises(ConfigError, match="same token twice"):
-        build(fields)
+        build_tokenizer(fields)
 
 
 GOLDEN = sentencepiece_golden()
@@ -158,12 +156,12 @@ GOLDEN = sentencepiece_golden()
 
 @pytest.mark.parametrize("case", GOLDEN["cases"], ids=range(len(GOLDEN["cases"])))
 def test_sentencepiece_bpe_equals_sentencepiece(case: dict[str, Any]) -> None:
-    tokenizer = build(sentencepiece_fields())
+    tokenizer = build_tokenizer(sentencepiece_fields())
     assert tokenizer.encode(case["text"], add_special_tokens=False) == case["ids"]
     assert tokenizer.decode(case["ids"], skip_special_tokens=True) == case["decoded"]
 
 
-SENTENCEPIECE = build(sentencepiece_fields())
+SENTENCEPIECE = build_tokenizer(sentencepiece_fields())
 
 
 def reference_merge(symbols: list[str], scores: dict[str, float]) -> list[str]:
@@ -191,7 +189,7 @@ def test_sentencepiece_bpe_joins_by_score(text: str) -> None:
 
 def test_sentencepiece_bos_default_and_prefix() -> None:
     assert SENTENCEPIECE.encode("a", add_special_tokens=True)[0] == 1
-    plain = build(sentencepiece_fields(add_bos_token=False, add_space_prefix=False))
+    plain = build_tokenizer(sentencepiece_fields(add_bos_token=False, add_space_prefix=False))
     ids = plain.encode("the a", add_special_tokens=True)
     assert [GOLDEN["tokens"][i] for i in ids] == ["t", "he", "▁a"]
     assert plain.decode(ids, skip_special_tokens=True) == "the a"
@@ -213,4 +211,4 @@ def test_sentencepiece_text_after_a_special_token_gets_a_space() -> None:
 )
 def test_sentencepiece_variants_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
-        build(sentencepiece_fields(**changes))
+        build_tokenizer(sentencepiece_fields(**changes))
