@@ -86,7 +86,7 @@ class ServeConfig:
         exclusive="l1",
         parse=parse_gib,
         metavar="SIZE",
-        default_text="what the device's memory leaves",
+        default_text="what the device's memory leaves; 1GiB on CPU",
         help="device memory for KV pages: 1.5 (GiB), 512MiB, 2GiB",
     )
     l1_pages: int | None = flag(

@@ -8,8 +8,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, NoReturn, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import NoReturn, Protocol, TypeVar
 
 from jkv.api.grpc_server import GrpcServer, join_address
 from jkv.api.prompt import Backend
@@ -29,21 +29,13 @@ _PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 class RunningEngine(Generator, Protocol):
     """An engine with a life of its own."""
 
-    async def start(self) -> None:
-        """Compile and warm up; `generate` may be called afterwards."""
-        ...
-
     async def drain(self, timeout: float) -> None:
-        """Refuse new requests; return once the running ones are done, cancelled after `timeout` seconds."""
-        ...
-
-    async def stop(self) -> None:
-        """End the engine's thread."""
+        """Refuse new requests, end once the running ones are done; cancel them after `timeout` seconds."""
         ...
 
 
 class Built(Protocol):
-    """A loaded model, ready to be started."""
+    """A loaded and warm model."""
 
     @property
     def engine(self) -> RunningEngine: ...
@@ -87,7 +79,7 @@ async def serve(config: ServeConfig, build: Build) -> None:
     address = join_address(config.host, await server.start(config.host, config.grpc_port))
     _announce(f"listening on {address}, loading {config.model}")
     try:
-        built = await _unless(stopping, _load(config, build))
+        built = await _unless(stopping, _in_daemon_thread(lambda: build(config, log.info)))
     except BaseException:
         await server.stop()
         raise
@@ -108,7 +100,6 @@ async def serve(config: ServeConfig, build: Build) -> None:
     await server.close()
     await built.engine.drain(config.drain_timeout)
     await server.stop()
-    await built.engine.stop()
 
 
 def _set_up_logging(config: ServeConfig) -> None:
@@ -148,20 +139,14 @@ def _exit_now(status: int) -> NoReturn:
     os._exit(status)
 
 
-async def _load(config: ServeConfig, build: Build) -> Built:
-    built = await _in_daemon_thread(lambda: build(config, log.info))
-    await built.engine.start()
-    return built
-
-
-async def _unless(stopping: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+async def _unless(stopping: asyncio.Event, work: asyncio.Future[T]) -> T | None:
     """The work's result, or None if `stopping` comes first."""
-    task, stop = asyncio.create_task(work), asyncio.create_task(stopping.wait())
-    await asyncio.wait((task, stop), return_when=asyncio.FIRST_COMPLETED)
+    stop = asyncio.create_task(stopping.wait())
+    await asyncio.wait((work, stop), return_when=asyncio.FIRST_COMPLETED)
     stop.cancel()
-    if task.done():
-        return task.result()
-    task.cancel()
+    if work.done():
+        return work.result()
+    work.cancel()
     return None
 
 

@@ -34,14 +34,13 @@ class Engine:
     info = INFO
     def __init__(self):
         self.running, self.cancelled = 0, asyncio.Event()
-    async def start(self): pass
-    async def stop(self): print("stopped", flush=True)
     async def drain(self, timeout):
         print("drains", timeout, flush=True)
         end = time.monotonic() + timeout
         while self.running and time.monotonic() < end:
             await asyncio.sleep(0.01)
         self.cancelled.set()
+        print("drained", flush=True)
     async def generate(self, request):
         self.running += 1
         try:
@@ -116,7 +115,7 @@ def test_it_listens_while_loading_then_serves_and_exits_cleanly() -> None:
             assert server.health() == health_pb2.HealthCheckResponse.SERVING
             assert _texts(stub.Generate(pb.GenerateRequest(prompt="hi"))) == "hi"
         server.process.send_signal(signal.SIGINT)
-        assert [server.line(), server.line()] == ["drains 30.0", "stopped"]
+        assert [server.line(), server.line()] == ["drains 30.0", "drained"]
         assert server.process.wait(10) == 0
 
 
