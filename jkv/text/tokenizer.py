@@ -18,15 +18,24 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Tokenizer:
-    """Text to token ids and back. Thread-safe."""
+    """Text to token ids and back. Thread-safe.
+
+    `anchor_id` is a plain token whose text is one character: after it no token is the first of its text.
+    """
 
     def __init__(self, parts: TokenizerParts) -> None:
+        """Wrap a backend.
+
+        Raises:
+            UnsupportedModelError: the vocabulary cannot write "a".
+        """
         self._backend = parts.backend
         self.bos_token = parts.bos_token
         self.eos_token = parts.eos_token
         self.chat_template = parts.chat_template
         added = parts.backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.anchor_id = self._find_anchor()
 
     @classmethod
     def load(cls, path: Path) -> Tokenizer:
@@ -81,18 +90,6 @@ class Tokenizer:
         return self._backend.id_to_token(token_id) is not None
 
     @cached_property
-    def anchor_id(self) -> int:
-        """A plain token with text of its own: after it, no token is the first of its text.
-
-        Raises:
-            UnsupportedModelError: the vocabulary has no "a".
-        """
-        ids = self.encode("a", add_special_tokens=False)
-        if not ids or self.decode(ids[-1:], skip_special_tokens=True) != "a":
-            raise UnsupportedModelError("the tokenizer has no token for the text 'a'")
-        return ids[-1]
-
-    @cached_property
     def marks_per_character(self) -> int:
         """How many U+FFFD at the end of a decoded text one unfinished UTF-8 character can leave.
 
@@ -101,6 +98,12 @@ class Tokenizer:
         decoder = self._backend.decoder
         bytewise = decoder is not None and decoder.decode(["<0xE4>", "<0xBD>"]) == 2 * REPLACEMENT
         return 3 if bytewise else 1
+
+    def _find_anchor(self) -> int:
+        ids = self.encode("a", add_special_tokens=False)
+        if not ids or self.decode(ids[-1:], skip_special_tokens=True) != "a":
+            raise UnsupportedModelError("the tokenizer has no token for the text 'a'")
+        return ids[-1]
 
 
 def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:

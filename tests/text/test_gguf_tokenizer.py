@@ -151,6 +151,12 @@ def test_a_token_twice_is_refused() -> None:
         build_tokenizer(fields)
 
 
+def test_a_vocabulary_without_plain_text_is_refused() -> None:
+    tokens = ["[no a]" if token == "a" else token for token in byte_level_fields()["tokens"]]
+    with pytest.raises(UnsupportedModelError, match="no token for the text 'a'"):
+        build_tokenizer(byte_level_fields(tokens=tokens, merges=["i n"]))
+
+
 GOLDEN = sentencepiece_golden()
 
 
