@@ -21,7 +21,7 @@ class FinishReason(StrEnum):
 class SamplingParams:
     """How tokens are drawn. Ranges are checked by `jkv.api.validate`, not here.
 
-    `temperature == 0` is greedy. `top_k <= 0` and `top_p == 1` and `min_p == 0` switch that filter off.
+    `temperature == 0` is greedy. `top_k == 0` and `top_p == 1` and `min_p == 0` switch that filter off.
     `top_logprobs` is how many alternatives to report beside the sampled token when `logprobs` is set.
     """
 
@@ -39,6 +39,17 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: bool = False
     top_logprobs: int = 0
+
+    @property
+    def adjusts_logits(self) -> bool:
+        """Whether penalties or a bias change the logits."""
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return bool(self.logit_bias) or penalties != (1.0, 0.0, 0.0)
+
+    @property
+    def filters(self) -> bool:
+        """Whether drawing leaves tokens out."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +71,9 @@ class EngineRequest:
 
 @dataclass(frozen=True)
 class Logprob:
-    """Natural-log probability of `token_id` under the model's (biased, penalized, untempered) distribution."""
+    """Natural-log probability of `token_id` under the model's own distribution, before bias, penalties and
+    filters.
+    """
 
     token_id: int
     logprob: float

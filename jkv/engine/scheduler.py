@@ -1,8 +1,8 @@
 """Which tokens the next step computes. Pure: no jax, no clock, no I/O. Owner: the engine's thread.
 
-Decodes go first, one token each; what is left of the step's budget goes to prefill chunks, oldest request first. The
-step is dispatched right after `schedule`, and a step writes a layer's keys before it reads them: so a page filled by
-this step may be shared at once, even with a request of the same step.
+Decodes go first, one token each; what is left of the step's budget goes to prefill chunks, oldest request
+first. The step is dispatched right after `schedule`, and a step writes a layer's keys before it reads them:
+so a page filled by this step may be shared at once, even with a request of the same step.
 """
 
 from __future__ import annotations
@@ -87,7 +87,9 @@ class Scheduler:
             self._publish(seq)
 
     def abandon(self) -> list[Sequence]:
-        """Forgets every sequence and page, as after the loss of the device pool; returns those that were alive."""
+        """Forgets every sequence and page, as after the loss of the device pool; returns those that were
+        alive.
+        """
         alive = [*self.running, *self.waiting]
         self.waiting, self.running = [], []
         self.pool = L1Pool(self.pool.total, self.pool.page_size)
@@ -139,7 +141,9 @@ class Scheduler:
         return Chunk(seq=seq, start=start, count=count, frozen=frozen, sample=sample)
 
     def _admit(self) -> Sequence | None:
-        """Moves the first waiting sequence to the running ones if there is a slot and room for all its tokens."""
+        """Moves the first waiting sequence to the running ones if there is a slot and room for all its
+        tokens.
+        """
         # A token still unread cannot be prefilled: it is known after the next commit.
         if not self.waiting or not self._slots or self.waiting[0].unread:
             return None
@@ -152,6 +156,7 @@ class Scheduler:
             return None
         self.waiting.pop(0)
         seq.slot = self._slots.pop()
+        seq.admissions += 1
         insort(self.running, seq, key=lambda s: s.order)
         return seq
 
@@ -193,7 +198,8 @@ class Scheduler:
     def _grow(self, seq: Sequence, count: int, step: dict[Sequence, Chunk]) -> bool:
         """Gives a sequence pages for `count` more tokens, preempting where needed those that come after it.
 
-        A sequence already in the step is never preempted: its pages may be published on the promise of that step.
+        A sequence already in the step is never preempted: its pages may be published on the promise of that
+        step.
         """
         while (needed := -(-(seq.computed + count) // self.pool.page_size) - len(seq.pages)) > 0:
             pages = self.pool.allocate(needed)

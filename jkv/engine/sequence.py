@@ -12,8 +12,9 @@ from jkv.engine.request import EngineRequest, FinishReason
 class Sequence:
     """A request, its tokens so far, and the pages that hold their keys and values.
 
-    `computed` counts tokens whose K and V are in the pool, or will be once the dispatched steps have run. `unread`
-    counts sampled tokens that the host has not fetched yet. The first `shared` pages are in the prefix index.
+    `computed` counts tokens whose K and V are in the pool, or will be once the dispatched steps have run.
+    `unread` counts sampled tokens that the host has not fetched yet. The first `shared` pages are in the
+    prefix index.
     """
 
     request: EngineRequest
@@ -25,6 +26,7 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     shared: int = 0
     slot: int | None = None
+    admissions: int = 0  # how often it got a slot
     cached_tokens: int = 0  # prompt tokens served from the cache, when first admitted
     preempted: bool = False
     finish_reason: FinishReason | None = None

@@ -1,0 +1,224 @@
+"""From a configuration to a warm engine: weights, programs, pool and thread."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jkv.cache.keys import ModelIdentity
+from jkv.cache.l1 import L1Pool
+from jkv.config import GIB, ServeConfig
+from jkv.engine.engine import Engine
+from jkv.engine.loop import EngineLoop
+from jkv.engine.programs import Program, ProgramPlan, programs, table_width
+from jkv.engine.request import EngineInfo
+from jkv.engine.runner import Runner
+from jkv.engine.scheduler import Limits, Scheduler
+from jkv.errors import ConfigError
+from jkv.kernels.kv_pool import PoolShape
+from jkv.models.config import ModelConfig
+from jkv.models.params import load_params
+from jkv.models.resolve import Checkpoint, cached_orbax, open_checkpoint, resolve_model
+from jkv.paths import cache_dir
+from jkv.text.chat import ChatTemplate
+from jkv.text.tokenizer import Tokenizer
+
+_CPU_L1_BYTES = GIB
+# What XLA keeps for itself beside the programs' temporaries: alignment, streams, collectives.
+_DEVICE_RESERVE = 0.02
+_COMPILE_THREADS = 2
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuiltEngine:
+    """Everything a server needs. `tokenizer` is None for a checkpoint that has none."""
+
+    engine: Engine
+    tokenizer: Tokenizer | None
+    chat_template: ChatTemplate | None
+    served_name: str
+
+
+def build_engine(config: ServeConfig, progress: Progress) -> BuiltEngine:
+    """Loads the model, compiles every program and starts the engine's thread.
+
+    Raises:
+        ConfigError: a flag that does not fit the model or the machine.
+        UnsupportedModelError: a checkpoint that jkv does not implement.
+    """
+    use_compilation_cache()
+    files = cached_orbax(resolve_model(config.model))
+    checkpoint = open_checkpoint(files)
+    tokenizer = Tokenizer.load(files.tokenizer) if files.tokenizer is not None else None
+    name = config.served_model_name or files.name
+    engine = build_from_checkpoint(config, checkpoint, name, progress)
+    template = None
+    if tokenizer is not None and tokenizer.chat_template is not None:
+        template = ChatTemplate(tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token)
+    return BuiltEngine(engine=engine, tokenizer=tokenizer, chat_template=template, served_name=name)
+
+
+def build_from_checkpoint(
+    config: ServeConfig, checkpoint: Checkpoint, name: str, progress: Progress
+) -> Engine:
+    """The engine alone, for a checkpoint that is already open."""
+    model = checkpoint.config
+    dtype = _dtype(config.dtype, default="float32" if _on_cpu() else "bfloat16")
+    kv_dtype = _dtype(config.kv_dtype, default=dtype)
+    max_len = _max_model_len(config, model)
+    started = time.monotonic()
+    params = load_params(
+        model,
+        checkpoint.source,
+        dtype,
+        stacked=not _on_cpu(),
+        workers=config.load_workers,
+        progress=lambda done: progress(f"loading weights {done:.0%}"),
+    )
+    progress(f"loaded weights in {time.monotonic() - started:.1f} s")
+    plan = ProgramPlan(
+        config=model,
+        dtype=dtype,
+        pool=PoolShape(
+            layers=model.num_layers,
+            pages=1,
+            page_size=config.page_size,
+            kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            dtype=kv_dtype,
+        ),
+        max_num_seqs=config.max_num_seqs,
+        max_batched_tokens=max(config.max_batched_tokens, config.max_num_seqs),
+        table_width=table_width(max_len, config.page_size),
+        batch_invariant=config.batch_invariant,
+        unroll_layers=_on_cpu(),
+    )
+    plan = dataclasses.replace(plan, pool=dataclasses.replace(plan.pool, pages=l1_pages(config, plan)))
+    compiled = compile_programs(plan, progress)
+    identity = ModelIdentity(
+        weights_fingerprint=checkpoint.source.fingerprint(),
+        model_config=json.dumps(dataclasses.asdict(model), sort_keys=True),
+        compute_dtype=dtype,
+        kv_dtype=kv_dtype,
+        page_size=config.page_size,
+        page_layout="layer,token,2*head,dim",
+    )
+    info = EngineInfo(
+        model=name,
+        vocab_size=model.vocab_size,
+        max_model_len=max_len,
+        page_size=config.page_size,
+        l1_pages=plan.pool.pages,
+        eos_token_ids=frozenset(model.eos_token_ids),
+    )
+    limits = Limits(
+        max_num_seqs=plan.max_num_seqs,
+        max_batched_tokens=plan.max_batched_tokens,
+        max_mixed_tokens=config.max_mixed_tokens,
+    )
+    runner = Runner(plan, params, compiled, config.seed)
+    runner.warm_up()
+    loop = EngineLoop(
+        Scheduler(L1Pool(plan.pool.pages, config.page_size), limits),
+        runner,
+        model_root=identity.root(),
+        eos=info.eos_token_ids,
+        max_queue=config.max_queue,
+    )
+    engine = Engine(info, loop)
+    engine.start()
+    return engine
+
+
+def use_compilation_cache() -> None:
+    """Keeps compiled programs on disk, so that only the first start compiles."""
+    jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "xla"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def compile_programs(plan: ProgramPlan, progress: Progress) -> dict[str, Callable[..., Any]]:
+    """Compiles every program of the plan, or reads it from the persistent cache."""
+    todo = list(programs(plan))
+    started = time.monotonic()
+    compiled: dict[str, Callable[..., Any]] = {}
+    with ThreadPoolExecutor(_COMPILE_THREADS) as pool:
+
+        def build(program: Program) -> None:
+            compiled[program.name] = program.lower().compile()
+            progress(f"compiling programs {len(compiled)}/{len(todo)} ({program.name})")
+
+        list(pool.map(build, todo))
+    progress(f"compiled {len(todo)} programs in {time.monotonic() - started:.1f} s")
+    return compiled
+
+
+def l1_pages(config: ServeConfig, plan: ProgramPlan) -> int:
+    """Pages of L1: as the flags say, else what the device has left, else (CPU) a GiB.
+
+    Raises:
+        ConfigError: they do not fit.
+    """
+    page_bytes = plan.pool.page_bytes
+    available = _available_bytes(plan)
+    if config.l1_pages is not None:
+        flag, pages = f"--l1-pages {config.l1_pages}", config.l1_pages
+    elif config.l1_bytes is not None:
+        flag, pages = f"--l1-gib {config.l1_bytes / GIB:g}", config.l1_bytes // page_bytes
+    else:
+        flag, pages = (
+            "the L1 cache",
+            (min(_CPU_L1_BYTES, available) if _on_cpu() else available) // page_bytes,
+        )
+    if pages < 1:
+        raise ConfigError(
+            f"{flag}: a page takes {page_bytes} bytes, so L1 needs at least that; it would hold none"
+        )
+    if pages * page_bytes > available:
+        raise ConfigError(
+            f"{flag}: {pages * page_bytes} bytes asked, {available} bytes available on the device"
+        )
+    return pages
+
+
+def _available_bytes(plan: ProgramPlan) -> int:
+    if _on_cpu():
+        return _host_available()
+    stats = jax.local_devices()[0].memory_stats() or {}
+    left = stats["bytes_limit"] - stats["bytes_in_use"]
+    largest = list(programs(plan))[-1].lower().compile().memory_analysis()
+    temporaries = largest.temp_size_in_bytes + largest.generated_code_size_in_bytes
+    return int(left * (1 - _DEVICE_RESERVE)) - temporaries
+
+
+def _host_available() -> int:
+    with open("/proc/meminfo") as file:
+        fields = dict(line.split(":", 1) for line in file)
+    return int(fields["MemAvailable"].split()[0]) * 1024
+
+
+def _max_model_len(config: ServeConfig, model: ModelConfig) -> int:
+    if config.max_model_len is None:
+        return model.max_position
+    if config.max_model_len > model.max_position:
+        raise ConfigError(
+            f"--max-model-len {config.max_model_len}: the model's context length is {model.max_position}"
+        )
+    return config.max_model_len
+
+
+def _dtype(asked: str, default: str) -> str:
+    return default if asked == "auto" else asked
+
+
+def _on_cpu() -> bool:
+    return jax.default_backend() == "cpu"

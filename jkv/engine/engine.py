@@ -1,0 +1,80 @@
+"""The engine as asyncio code sees it: `Generator` over the engine's thread."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+
+from jkv.engine.loop import EngineLoop, EngineStats
+from jkv.engine.request import EngineInfo, EngineRequest, TokenOutput
+from jkv.errors import InvalidRequestError
+
+_log = logging.getLogger(__name__)
+_POLL_S = 0.05
+
+
+class Engine:
+    """Implements `jkv.engine.request.Generator`. Safe to use from several event loops."""
+
+    def __init__(self, info: EngineInfo, loop: EngineLoop) -> None:
+        self._info, self._loop = info, loop
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._info
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._loop.stats
+
+    def start(self) -> None:
+        """Starts the engine's thread."""
+        self._loop.start()
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[TokenOutput]:
+        """See `Generator.generate`."""
+        self._check(request)
+        loop = asyncio.get_running_loop()
+        outputs: asyncio.Queue[TokenOutput] = asyncio.Queue()
+
+        def sink(output: TokenOutput) -> None:
+            try:
+                loop.call_soon_threadsafe(outputs.put_nowait, output)
+            except RuntimeError:
+                _log.debug("request %s has no event loop any more", request.request_id)
+
+        ticket = self._loop.submit(request, sink)
+        finished = False
+        try:
+            while not finished:
+                output = await outputs.get()
+                finished = output.finish_reason is not None
+                yield output
+        finally:
+            if not finished:
+                self._loop.abort(ticket)
+
+    async def drain(self, timeout: float) -> None:
+        """Takes no new requests, waits up to `timeout` seconds for those that run, cancels the rest and
+        stops.
+        """
+        self._loop.close()
+        deadline = time.monotonic() + timeout
+        while self._loop.alive and time.monotonic() < deadline:
+            await asyncio.sleep(_POLL_S)
+        await asyncio.to_thread(self._loop.stop)
+
+    def _check(self, request: EngineRequest) -> None:
+        length = len(request.prompt_ids) + request.sampling.max_tokens
+        for limit, name in (
+            (self._info.max_model_len, "max-model-len"),
+            (self._info.max_tokens_in_l1, "the L1 cache's size in tokens"),
+        ):
+            if length > limit:
+                raise InvalidRequestError(
+                    "max_tokens",
+                    f"{len(request.prompt_ids)} prompt tokens and max_tokens {request.sampling.max_tokens} "
+                    f"make {length}; {name} is {limit}",
+                )

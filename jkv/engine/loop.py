@@ -1,0 +1,249 @@
+"""The engine's thread: the one owner of the scheduler, the page pool and the device."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from jkv.cache.keys import request_root
+from jkv.cache.l1 import L1Counts
+from jkv.engine.request import CachedByTier, EngineRequest, FinishReason, Logprob, TokenOutput
+from jkv.engine.runner import Pending, Runner
+from jkv.engine.scheduler import Scheduler
+from jkv.engine.sequence import Sequence
+from jkv.errors import OverloadedError, ShuttingDownError
+
+_log = logging.getLogger(__name__)
+_CHECK_EVERY_S = 30.0
+_RETRY_S = (0.05, 60.0)
+
+Sink = Callable[[TokenOutput], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineStats:
+    """A snapshot, taken after a step."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    evictions: int = 0
+    running: int = 0
+    waiting: int = 0
+    l1: L1Counts
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A submitted request. `sink` is called by the engine's thread, in order, the last time with a finish
+    reason.
+    """
+
+    request: EngineRequest
+    sink: Sink
+    seq: Sequence | None = field(default=None)
+
+
+class EngineLoop:
+    """Runs steps while there is work, one step ahead of reading their tokens.
+
+    `submit`, `abort`, `stats` and `stop` may be called from any thread; everything else belongs to the
+    loop's own.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner, *, model_root: bytes, eos: frozenset[int], max_queue: int
+    ) -> None:
+        self._scheduler, self._runner = scheduler, runner
+        self._model_root, self._eos, self._max_queue = model_root, eos, max_queue
+        self._inbox: queue.SimpleQueue[tuple[str, Ticket | None]] = queue.SimpleQueue()
+        self._tickets: dict[Sequence, Ticket] = {}
+        self._arrivals = itertools.count()
+        self._lock = threading.Lock()  # guards _alive, _open and _finish_interval
+        self._alive = 0
+        self._open = True
+        self._finish_interval = 1.0  # seconds between finished requests, smoothed
+        self._last_finish = time.monotonic()
+        self._last_check = time.monotonic()
+        self._totals = {"steps": 0, "prompt_tokens": 0, "cached_tokens": 0, "generated_tokens": 0}
+        self._stats = EngineStats(l1=scheduler.pool.counts())
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._stats
+
+    def submit(self, request: EngineRequest, sink: Sink) -> Ticket:
+        """Queues a request.
+
+        Raises:
+            OverloadedError: as many wait as may.
+            ShuttingDownError: after `close`.
+        """
+        ticket = Ticket(request, sink)
+        with self._lock:
+            if not self._open:
+                raise ShuttingDownError("the engine is shutting down")
+            waiting = self._alive - self._scheduler.limits.max_num_seqs
+            if waiting >= self._max_queue:
+                low, high = _RETRY_S
+                raise OverloadedError(
+                    f"{waiting} requests wait, which is all that --max-queue {self._max_queue} allows",
+                    retry_after_s=min(max(self._finish_interval, low), high),
+                )
+            self._alive += 1
+        self._inbox.put(("submit", ticket))
+        return ticket
+
+    def abort(self, ticket: Ticket) -> None:
+        """Cancels a request at the next step; one that has ended is left alone."""
+        self._inbox.put(("abort", ticket))
+
+    @property
+    def alive(self) -> int:
+        """Requests submitted and not ended."""
+        with self._lock:
+            return self._alive
+
+    def close(self) -> None:
+        """Takes no new requests; those submitted go on."""
+        with self._lock:
+            self._open = False
+
+    def stop(self) -> None:
+        """Cancels what is left and ends the thread."""
+        self.close()
+        self._inbox.put(("stop", None))
+        self._thread.join()
+
+    def _run(self) -> None:
+        pending: Pending | None = None
+        while not self._stopping:
+            idle = pending is None and self._scheduler.idle
+            if idle:
+                self._check_now_and_then()
+            self._take_inbox(block=idle)
+            try:
+                pending = self._turn(pending)
+            except Exception:
+                _log.exception("a step failed; its requests end with an error and the L1 cache starts empty")
+                self._fail_all()
+                pending = None
+        for seq in list(self._tickets):
+            self._end(seq, FinishReason.CANCELLED, error="the server shut down")
+
+    def _turn(self, pending: Pending | None) -> Pending | None:
+        """Dispatches the next step, then reads the one before it while the device works."""
+        self._expire()
+        chunks = self._scheduler.schedule()
+        following = self._runner.dispatch(chunks) if chunks else None
+        if pending is not None:
+            for seq, token, logprob in pending.read():
+                self._commit(seq, token, logprob)
+        if chunks:
+            self._totals["steps"] += 1
+        self._snapshot()
+        return following
+
+    def _commit(self, seq: Sequence, token: int, logprob: Logprob | None) -> None:
+        if seq.finish_reason is not None:
+            return  # it ended while this step was on its way
+        first = len(seq.tokens) == seq.prompt_len
+        if first:
+            self._totals["prompt_tokens"] += seq.prompt_len
+            self._totals["cached_tokens"] += seq.cached_tokens
+        self._totals["generated_tokens"] += 1
+        self._scheduler.commit(seq, token)
+        reason = self._finish_reason(seq, token)
+        output = TokenOutput(
+            token_ids=(token,),
+            logprobs=() if logprob is None else (logprob,),
+            finish_reason=reason,
+            cached=CachedByTier(l1=seq.cached_tokens),
+        )
+        if reason is None:
+            self._tickets[seq].sink(output)
+        else:
+            self._end(seq, reason, output)
+
+    def _finish_reason(self, seq: Sequence, token: int) -> FinishReason | None:
+        sampling = seq.request.sampling
+        if token in sampling.stop_token_ids or (token in self._eos and not sampling.ignore_eos):
+            return FinishReason.STOP
+        if len(seq.tokens) - seq.prompt_len >= sampling.max_tokens:
+            return FinishReason.LENGTH
+        return None
+
+    def _end(
+        self, seq: Sequence, reason: FinishReason, output: TokenOutput | None = None, *, error: str = ""
+    ) -> None:
+        self._scheduler.finish(seq, reason)
+        self._close_ticket(seq, reason, output, error)
+
+    def _close_ticket(
+        self, seq: Sequence, reason: FinishReason, output: TokenOutput | None, error: str
+    ) -> None:
+        ticket = self._tickets.pop(seq)
+        now = time.monotonic()
+        with self._lock:
+            self._alive -= 1
+            self._finish_interval += 0.2 * (now - self._last_finish - self._finish_interval)
+        self._last_finish = now
+        cached = CachedByTier(l1=seq.cached_tokens)
+        ticket.sink(output or TokenOutput(finish_reason=reason, cached=cached, error=error))
+
+    def _fail_all(self) -> None:
+        for seq in self._scheduler.abandon():
+            seq.finish_reason = FinishReason.ERROR
+            self._close_ticket(seq, FinishReason.ERROR, None, "the step that computed this request failed")
+        self._runner.reset()
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        for seq in [*self._scheduler.waiting, *self._scheduler.running]:
+            if seq.request.deadline is not None and now >= seq.request.deadline:
+                self._end(seq, FinishReason.CANCELLED, error="the deadline passed")
+
+    def _take_inbox(self, *, block: bool) -> None:
+        while True:
+            try:
+                kind, ticket = self._inbox.get(block=block)
+            except queue.Empty:
+                return
+            block = False
+            if kind == "stop":
+                self._stopping = True
+            elif ticket is not None and kind == "submit":
+                root = request_root(self._model_root, cache_salt=ticket.request.cache_salt)
+                ticket.seq = Sequence(request=ticket.request, root=root, arrival=next(self._arrivals))
+                self._tickets[ticket.seq] = ticket
+                self._scheduler.add(ticket.seq)
+            elif ticket is not None and ticket.seq is not None and ticket.seq.finish_reason is None:
+                self._end(ticket.seq, FinishReason.CANCELLED)
+
+    def _check_now_and_then(self) -> None:
+        now = time.monotonic()
+        if now - self._last_check > _CHECK_EVERY_S:
+            self._last_check = now
+            self._scheduler.check()
+
+    def _snapshot(self) -> None:
+        self._stats = EngineStats(
+            **self._totals,
+            preemptions=self._scheduler.preemptions,
+            evictions=self._scheduler.pool.evictions,
+            running=len(self._scheduler.running),
+            waiting=len(self._scheduler.waiting),
+            l1=self._scheduler.pool.counts(),
+        )

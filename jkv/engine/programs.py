@@ -1,0 +1,151 @@
+"""Every function the engine dispatches, by name: compiled at warm-up, and compiled for other targets by the
+checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jkv.engine.sampling import SampleBatch, Sampled, SamplerState, admit, sample
+from jkv.kernels.batch import StepBatch
+from jkv.kernels.kv_pool import PoolShape
+from jkv.kernels.xla_attention import BATCH_INVARIANT_BLOCKS, AttentionBlocks
+from jkv.models.config import ModelConfig
+from jkv.models.decoder import StepShape
+from jkv.models.forward import forward, logits
+from jkv.models.params import Params, abstract_params
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """One dispatched function with the shapes it is compiled for; `donated` arguments are updated in
+    place.
+    """
+
+    name: str
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    donated: tuple[int, ...]
+
+    def lower(self, args: tuple[Any, ...] | None = None) -> jax.stages.Lowered:
+        """Lowers for the default backend, or for the devices that the shardings of `args` name."""
+        return jax.jit(self.fn, donate_argnums=self.donated).lower(*(self.args if args is None else args))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramPlan:
+    """What decides which programs an engine has.
+
+    `batch_invariant` leaves out the buckets and block sizes whose rows would round differently: a product of
+    one row, and key blocks that differ between prefill and decode.
+    """
+
+    config: ModelConfig
+    dtype: DTypeLike
+    pool: PoolShape
+    max_num_seqs: int
+    max_batched_tokens: int
+    table_width: int
+    batch_invariant: bool
+    unroll_layers: bool
+
+    @property
+    def blocks(self) -> AttentionBlocks:
+        return BATCH_INVARIANT_BLOCKS if self.batch_invariant else AttentionBlocks()
+
+    @property
+    def token_buckets(self) -> tuple[int, ...]:
+        """Token counts a step is padded to: powers of two up to the largest batch."""
+        return _powers(2 if self.batch_invariant else 1, self.max_batched_tokens)
+
+    @property
+    def sample_buckets(self) -> tuple[int, ...]:
+        """Row counts a sampling is padded to."""
+        return _powers(2 if self.batch_invariant else 1, self.max_num_seqs)
+
+    @property
+    def sample_rows(self) -> int:
+        """Rows of hidden states that every step returns."""
+        return self.sample_buckets[-1]
+
+
+def table_width(max_model_len: int, page_size: int) -> int:
+    """Page-table entries a sequence needs, rounded up to whole key blocks."""
+    blocks = AttentionBlocks()
+    step = max(blocks.prefill_keys, blocks.decode_keys, page_size)
+    return -(-max_model_len // step) * step // page_size
+
+
+def programs(plan: ProgramPlan) -> Iterator[Program]:
+    """All programs of a plan, cheapest to compile first."""
+    params = abstract_params(plan.config, plan.dtype, stacked=not plan.unroll_layers)
+    state = SamplerState.abstract(plan.max_num_seqs, plan.config.vocab_size)
+    yield _admit_program(plan, state)
+    for rows in plan.sample_buckets:
+        yield _sample_program(plan, params, state, rows)
+    for tokens in plan.token_buckets:
+        yield _step_program(plan, params, tokens)
+
+
+def step_name(tokens: int) -> str:
+    return f"step/{tokens}"
+
+
+def sample_name(rows: int) -> str:
+    return f"sample/{rows}"
+
+
+ADMIT = "admit"
+
+
+def _step_program(plan: ProgramPlan, params: Params, tokens: int) -> Program:
+    shape = StepShape(pages=plan.pool.pages, blocks=plan.blocks, unroll_layers=plan.unroll_layers)
+    return Program(
+        name=step_name(tokens),
+        fn=partial(forward, plan.config, plan.dtype, shape),
+        args=(
+            params,
+            jax.ShapeDtypeStruct(plan.pool.shape, plan.pool.dtype),
+            jax.ShapeDtypeStruct((plan.max_num_seqs,), jnp.int32),
+            StepBatch.abstract(tokens, plan.max_num_seqs, plan.table_width, plan.sample_rows),
+        ),
+        donated=(1,),
+    )
+
+
+def _sample_program(plan: ProgramPlan, params: Params, state: SamplerState, rows: int) -> Program:
+    head = Params(
+        embed=params.embed if params.head is None else None, layers=None, norm=None, head=params.head
+    )
+
+    def fn(
+        params: Params, hidden: jax.Array, state: SamplerState, batch: SampleBatch
+    ) -> tuple[Sampled, SamplerState]:
+        return sample(logits(params, hidden[:rows]), state, batch)
+
+    hidden = jax.ShapeDtypeStruct((plan.sample_rows, plan.config.hidden_size), plan.dtype)
+    args = (head, hidden, state, SampleBatch.abstract(rows))
+    return Program(name=sample_name(rows), fn=fn, args=args, donated=(2,))
+
+
+def _admit_program(plan: ProgramPlan, state: SamplerState) -> Program:
+    def row(dtype: DTypeLike) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((plan.config.vocab_size,), dtype)
+
+    slot = jax.ShapeDtypeStruct((), jnp.int32)
+    args = (state, slot, row(jnp.int32), row(jnp.bool_), row(jnp.float32))
+    return Program(name=ADMIT, fn=admit, args=args, donated=(0,))
+
+
+def _powers(first: int, last: int) -> tuple[int, ...]:
+    buckets = [first]
+    while buckets[-1] < last:
+        buckets.append(buckets[-1] * 2)
+    return tuple(buckets)

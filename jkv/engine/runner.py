@@ -1,0 +1,134 @@
+"""The device's side of the engine: its buffers, and dispatching a step's programs. Owner: the engine's
+thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jkv.engine.batches import build_sampling, build_step, empty_batch
+from jkv.engine.programs import ADMIT, ProgramPlan, sample_name, step_name
+from jkv.engine.request import Logprob, SamplingParams
+from jkv.engine.sampling import SampleBatch, Sampled, SamplerState
+from jkv.engine.scheduler import Chunk
+from jkv.engine.sequence import Sequence
+from jkv.kernels.batch import StepBatch
+from jkv.models.params import Params
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pending:
+    """A dispatched step whose tokens are still on the device; row i belongs to `seqs[i]`."""
+
+    seqs: tuple[Sequence, ...]
+    sampled: Sampled | None
+
+    def read(self) -> list[tuple[Sequence, int, Logprob | None]]:
+        """Waits for the step and returns each sequence's token, with log-probabilities where it asked for
+        them.
+        """
+        if self.sampled is None:
+            return []
+        tokens = np.asarray(self.sampled.tokens).tolist()
+        if not any(s.request.sampling.logprobs for s in self.seqs):
+            return [(seq, token, None) for seq, token in zip(self.seqs, tokens, strict=False)]
+        rows = (
+            np.asarray(self.sampled.logprob),
+            np.asarray(self.sampled.top_ids),
+            np.asarray(self.sampled.top_logprobs),
+        )
+        return [
+            (seq, tokens[i], _logprob(seq.request.sampling, tokens[i], *(r[i] for r in rows)))
+            for i, seq in enumerate(self.seqs)
+        ]
+
+
+class Runner:
+    """Holds the parameters, the donated KV pool and the donated sampler state."""
+
+    def __init__(
+        self, plan: ProgramPlan, params: Params, compiled: Mapping[str, Callable[..., Any]], seed: int
+    ) -> None:
+        self.plan, self._params, self._compiled, self._seed = plan, params, compiled, seed
+        tied = params.head is None
+        self._head = Params(embed=params.embed if tied else None, layers=None, norm=None, head=params.head)
+        self.reset()
+
+    def reset(self) -> None:
+        """Fresh, empty device buffers, as at start and after a step that failed."""
+        self._pool = jnp.zeros(self.plan.pool.shape, self.plan.pool.dtype)
+        abstract = SamplerState.abstract(self.plan.max_num_seqs, self.plan.config.vocab_size)
+        self._state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract)
+        self._owners: list[tuple[Sequence, int] | None] = [None] * self.plan.max_num_seqs
+        self._biased = [False] * self.plan.max_num_seqs
+
+    def dispatch(self, chunks: Seq[Chunk]) -> Pending:
+        """Starts a step and returns without waiting for it."""
+        for chunk in chunks:
+            self._take_slot(chunk.seq)
+        step = build_step(chunks, self.plan)
+        hidden = self._step(step.tokens, step.batch)
+        if not step.sampled:
+            return Pending(seqs=(), sampled=None)
+        sampled = self._sample(hidden, build_sampling(step.sampled, self.plan, self._seed))
+        sampled.tokens.copy_to_host_async()
+        return Pending(seqs=step.sampled, sampled=sampled)
+
+    def warm_up(self) -> None:
+        """Runs every program once on nothing: a program's first run is slower by half a second (XLA:CPU)."""
+        hidden = None
+        for tokens in self.plan.token_buckets:
+            hidden = self._step(tokens, empty_batch(self.plan, tokens))
+        for rows in self.plan.sample_buckets:
+            self._sample(hidden, build_sampling((), self.plan, self._seed, rows))
+        self._admit(0, SamplingParams(max_tokens=1), (), ())
+        jax.block_until_ready((self._pool, self._state))
+
+    def _step(self, tokens: int, batch: StepBatch) -> jax.Array:
+        run = self._compiled[step_name(tokens)]
+        hidden, self._pool = run(self._params, self._pool, self._state.last_tokens, batch)
+        return hidden
+
+    def _sample(self, hidden: jax.Array | None, batch: SampleBatch) -> Sampled:
+        draw = self._compiled[sample_name(batch.slots.shape[0])]
+        sampled, self._state = draw(self._head, hidden, self._state, batch)
+        return sampled
+
+    def _admit(self, slot: int, params: SamplingParams, prompt: Seq[int], generated: Seq[int]) -> None:
+        vocab = self.plan.config.vocab_size
+        counts = np.bincount(np.asarray(generated, np.int64), minlength=vocab).astype(np.int32)
+        in_prompt = np.zeros(vocab, np.bool_)
+        in_prompt[list(prompt)] = True
+        bias = np.zeros(vocab, np.float32)
+        bias[list(params.logit_bias)] = list(params.logit_bias.values())
+        self._state = self._compiled[ADMIT](self._state, np.int32(slot), counts, in_prompt, bias)
+
+    def _take_slot(self, seq: Sequence) -> None:
+        """Writes a sequence's history and bias into the slot it newly got; others' leftovers matter only if
+        biased.
+        """
+        assert seq.slot is not None
+        if self._owners[seq.slot] == (seq, seq.admissions):
+            return
+        self._owners[seq.slot] = (seq, seq.admissions)
+        params = seq.request.sampling
+        if not params.adjusts_logits and not self._biased[seq.slot]:
+            return
+        self._biased[seq.slot] = bool(params.logit_bias)
+        self._admit(seq.slot, params, seq.request.prompt_ids, seq.tokens[seq.prompt_len :])
+
+
+def _logprob(
+    params: SamplingParams, token: int, logprob: np.ndarray, ids: np.ndarray, values: np.ndarray
+) -> Logprob | None:
+    if not params.logprobs:
+        return None
+    best = zip(ids[: params.top_logprobs].tolist(), values[: params.top_logprobs].tolist(), strict=True)
+    return Logprob(token, float(logprob), tuple(best))
