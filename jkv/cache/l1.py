@@ -1,8 +1,9 @@
 """L1's bookkeeping: which device page holds what, who uses it, and what may be evicted. No jax, no I/O.
 
-Owner: the engine's thread. A page is free, filling (private to requests that compute it) or cached (full, found by
-its key). Cached pages nobody uses stay until their room is needed, least recently used first. A request uses whole
-prefixes and gives its pages back deepest first, so that order also evicts leaves before their parents.
+Owner: the engine's thread. A page is free, filling (private to requests that compute it) or cached (full,
+found by its key). Cached pages nobody uses stay until their room is needed, least recently used first. A
+request uses whole prefixes and gives its pages back deepest first, so that order also evicts leaves before
+their parents.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ class L1Pool:
         return L1Counts(total=self.total, free=free, in_use=self.total - free - idle, cached=idle)
 
     def find(self, parent: bytes, tokens: Sequence[int]) -> int | None:
-        """The cached page that holds `tokens` after `parent`; its stored tokens are compared, not only its key."""
+        """The cached page that holds `tokens` after `parent`; its stored tokens are compared, not only its
+        key.
+        """
         return self.find_key(page_key(parent, tokens), tokens)
 
     def find_key(self, key: bytes, tokens: Sequence[int]) -> int | None:
@@ -86,9 +89,9 @@ class L1Pool:
     def publish(self, page: int, key: bytes, parent: bytes, tokens: Sequence[int]) -> int:
         """Makes a full page findable; returns the page to use from now on.
 
-        Where another page already holds the same key and tokens, that one gains a user in this one's stead and this
-        one is released, so that equal prefixes keep one copy. A different page under the same key (a hash collision)
-        leaves this one private.
+        Where another page already holds the same key and tokens, that one gains a user in this one's stead
+        and this one is released, so that equal prefixes keep one copy. A different page under the same key
+        (a hash collision) leaves this one private.
         """
         state = self._pages[page]
         other = self._index.get(key)
@@ -103,7 +106,9 @@ class L1Pool:
         return other
 
     def release(self, pages: Sequence[int]) -> None:
-        """Takes one user off each page, given in prefix order; private pages become free, cached ones idle."""
+        """Takes one user off each page, given in prefix order; private pages become free, cached ones
+        idle.
+        """
         for page in reversed(pages):
             state = self._pages[page]
             assert state.refs > 0, f"page {page} released more often than acquired"

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 class StepBatch:
     """One ragged batch of decodes and prefill chunks, padded to its bucket. All arrays are int32.
 
-    Sequences are ordered decodes first, so that decode `i` has flat row `i`; then prefill chunks, back to back.
-    T is the token bucket, S the most sequences of a step, W the page table's width.
+    Sequences are ordered decodes first, so that decode `i` has flat row `i`; then prefill chunks, back to
+    back. T is the token bucket, S the most sequences of a step, W the page table's width.
     """
 
     token_ids: jax.Array  # [T]; a negative value -1-slot stands for the last token sampled in that slot
@@ -26,7 +26,7 @@ class StepBatch:
     q_starts: jax.Array  # [S] flat row of the first query
     q_lens: jax.Array  # [S] queries in this step
     counts: jax.Array  # [2] how many sequences are decodes, how many sequences there are in all
-    sample_rows: jax.Array  # [S] flat rows whose hidden states go to the sampler
+    sample_rows: jax.Array  # [R] flat rows whose hidden states go to the sampler
 
     @property
     def num_decodes(self) -> jax.Array:
@@ -37,24 +37,22 @@ class StepBatch:
         return self.counts[1]
 
     @staticmethod
-    def abstract(
-        tokens: int, seqs: int, table_width: int, sharding: jax.sharding.Sharding | None = None
-    ) -> StepBatch:
+    def abstract(tokens: int, seqs: int, table_width: int, sample_rows: int) -> StepBatch:
         """Shapes and dtypes only, to lower and compile with."""
 
-        def i32(*shape: int) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
+        def i32(*shape: int) -> jax.Array:
+            return jax.ShapeDtypeStruct(shape, jnp.int32)  # type: ignore[return-value]
 
-        t, s = i32(tokens), i32(seqs)
+        per_token, per_seq = i32(tokens), i32(seqs)
         return StepBatch(
-            token_ids=t,  # type: ignore[arg-type]
-            positions=t,  # type: ignore[arg-type]
-            write_pages=t,  # type: ignore[arg-type]
-            write_offsets=t,  # type: ignore[arg-type]
-            page_table=i32(seqs, table_width),  # type: ignore[arg-type]
-            kv_lens=s,  # type: ignore[arg-type]
-            q_starts=s,  # type: ignore[arg-type]
-            q_lens=s,  # type: ignore[arg-type]
-            counts=i32(2),  # type: ignore[arg-type]
-            sample_rows=s,  # type: ignore[arg-type]
+            token_ids=per_token,
+            positions=per_token,
+            write_pages=per_token,
+            write_offsets=per_token,
+            page_table=i32(seqs, table_width),
+            kv_lens=per_seq,
+            q_starts=per_seq,
+            q_lens=per_seq,
+            counts=i32(2),
+            sample_rows=i32(sample_rows),
         )

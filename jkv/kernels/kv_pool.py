@@ -14,7 +14,9 @@ from jkv.kernels.batch import StepBatch
 
 @dataclass(frozen=True, kw_only=True)
 class PoolShape:
-    """`[layers * pages, page_size, 2 * kv_heads, head_dim]`; row `layer * pages + page`, K and V interleaved by head."""
+    """`[layers * pages, page_size, 2 * kv_heads, head_dim]`; row `layer * pages + page`, K and V interleaved
+    by head.
+    """
 
     layers: int
     pages: int
@@ -37,7 +39,9 @@ class PoolShape:
 def write_kv(
     pool: jax.Array, layer: jax.Array, pages: int, keys: jax.Array, values: jax.Array, batch: StepBatch
 ) -> jax.Array:
-    """Writes keys and values `[T, kv_heads, head_dim]` of one layer; masked tokens (see StepBatch) write nothing."""
+    """Writes keys and values `[T, kv_heads, head_dim]` of one layer; masked tokens (see StepBatch) write
+    nothing.
+    """
     tokens, kv_heads, head_dim = keys.shape
     rows = jnp.stack([keys, values], axis=2).reshape(tokens, 2 * kv_heads, head_dim).astype(pool.dtype)
     kept = batch.write_pages < pages

@@ -1,8 +1,8 @@
 """Paged attention in plain XLA: what CPUs run, and the reference for the Pallas kernels.
 
 Running max/sum softmax over blocks of keys (Milakov and Gimelshein, arXiv:1805.02867; FlashAttention,
-arXiv:2205.14135). Key blocks start at multiples of the block size whatever the chunk, so a query's reduction order
-depends on its position alone, and a masked block leaves max, sum and output bit for bit as they were.
+arXiv:2205.14135). Key blocks start at multiples of the block size whatever the chunk, so a query's reduction
+order depends on its position alone, and a masked block leaves max, sum and output bit for bit as they were.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def paged_attention(
 
     Args:
         q: `[T, heads, head_dim]`.
-        pool: the flat KV pool; only pages in use are read, and rows past a sequence's length never reach the output.
-        layer: int32 scalar, picks the pool rows `layer * pages ...`.
+        pool: the flat KV pool; only pages in use are read, and rows past a sequence's length never reach the
+        output. layer: int32 scalar, picks the pool rows `layer * pages ...`.
         window: int32 scalar; a query sees itself and the `window - 1` keys before it.
 
     Returns:
@@ -99,7 +99,9 @@ class _PagedAttention:
         return _Sequence(b.page_table[index], b.kv_lens[index], b.q_starts[index], b.q_lens[index])
 
     def _load(self, seq: _Sequence, block: jax.Array, keys: int) -> jax.Array:
-        """Keys and values of one key block, `[keys, 2 * kv_heads * head_dim]`, zero past the sequence's end."""
+        """Keys and values of one key block, `[keys, 2 * kv_heads * head_dim]`, zero past the sequence's
+        end.
+        """
         per_block = keys // self.page_size
         pages = lax.dynamic_slice(seq.table, (block * per_block,), (per_block,))
         kv = self.pool[self.first_row + pages].reshape(keys, self.width)
@@ -115,8 +117,9 @@ class _PagedAttention:
         return (distance >= 0) & (distance < self.window)
 
     def decode(self, out: jax.Array) -> jax.Array:
-        """One query a sequence. All heads share one product over whole cache rows, each row of q zero outside its head:
-        more arithmetic, but the keys are read as they lie, and reading them is what a decode costs."""
+        """One query a sequence. All heads share one product over whole cache rows, each row of q zero
+        outside its head: more arithmetic, but the keys are read as they lie, and reading them is what a
+        decode costs."""
         keys = max(self.blocks.decode_keys, self.page_size)
         spread, pick = self._head_masks()
 

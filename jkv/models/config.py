@@ -10,9 +10,10 @@ from typing import Literal
 class RopeConfig:
     """Rotary position embedding, in transformers' terms.
 
-    `kind` picks which of the scaling fields are read: linear reads `factor`; llama3 reads `factor`, `low_freq_factor`,
-    `high_freq_factor` and `original_max_position`; yarn reads `factor`, `original_max_position`, `beta_fast`,
-    `beta_slow`, `attention_factor`, `mscale`, `mscale_all_dim` and `truncate`.
+    `kind` picks which of the scaling fields are read: linear reads `factor`; llama3 reads `factor`,
+    `low_freq_factor`, `high_freq_factor` and `original_max_position`; yarn reads `factor`,
+    `original_max_position`, `beta_fast`, `beta_slow`, `attention_factor`, `mscale`, `mscale_all_dim` and
+    `truncate`.
     """
 
     theta: float
@@ -33,7 +34,8 @@ class RopeConfig:
 class ModelConfig:
     """A pre-norm decoder with gated MLP and grouped-query attention: Llama, Mistral, Qwen2, Qwen3.
 
-    `windows[i]` is layer i's sliding window in tokens (a query sees itself and the `window - 1` before it), or None.
+    `windows[i]` is layer i's sliding window in tokens (a query sees itself and the `window - 1` before it),
+    or None.
     """
 
     architecture: str

@@ -1,7 +1,7 @@
 """The decoder in Flax NNX: Llama, Mistral, Qwen2 and Qwen3 differ only by the flags of ModelConfig.
 
-Weights keep Hugging Face's `[out, in]` orientation: nothing is transposed at load, and on CPU a product's rows then
-have the same bits for any number of rows from two up.
+Weights keep Hugging Face's `[out, in]` orientation: nothing is transposed at load, and on CPU a product's
+rows then have the same bits for any number of rows from two up.
 """
 
 from __future__ import annotations
@@ -149,7 +149,9 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotary embedding of `[T, heads, head_dim]` in the half-split layout (arXiv:2104.09864, as transformers lays it out)."""
+    """Rotary embedding of `[T, heads, head_dim]` in the half-split layout (arXiv:2104.09864, as transformers
+    lays it out).
+    """
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[:, None, :], sin[:, None, :]
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

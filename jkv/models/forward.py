@@ -30,10 +30,12 @@ def forward(
 
     Args:
         pool: the KV pool, to be donated.
-        last_tokens: `[slots]` int32, the newest token of each slot, for decodes that the host has not read yet.
+        last_tokens: `[slots]` int32, the newest token of each slot, for decodes that the host has not read
+        yet.
 
     Returns:
-        Normed hidden states of `batch.sample_rows`, `[S, hidden]`, and the pool with the step's K and V written.
+        Normed hidden states of `batch.sample_rows`, `[S, hidden]`, and the pool with the step's K and V
+        written.
     """
     definition, _ = layer_definition(config, dtype)
     ids = jnp.where(batch.token_ids < 0, last_tokens[-1 - batch.token_ids], batch.token_ids)

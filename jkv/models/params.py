@@ -26,7 +26,9 @@ _DERIVED = ("rotary_emb.inv_freq",)
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Params:
-    """All weights. `layers` is a list of layer states, or one state whose leaves are stacked over layers for scan."""
+    """All weights. `layers` is a list of layer states, or one state whose leaves are stacked over layers for
+    scan.
+    """
 
     embed: Any  # [vocab, hidden]
     layers: Any

@@ -20,7 +20,9 @@ class TensorSource(Protocol):
     def shape(self, name: str) -> tuple[int, ...]: ...
 
     def dtype(self, name: str) -> str:
-        """The stored type as its format spells it (`float32`, `bfloat16`, `Q4_1`): part of the fingerprint."""
+        """The stored type as its format spells it (`float32`, `bfloat16`, `Q4_1`): part of the
+        fingerprint.
+        """
         ...
 
     def read(self, name: str) -> np.ndarray:
@@ -28,5 +30,7 @@ class TensorSource(Protocol):
         ...
 
     def fingerprint(self) -> bytes:
-        """16 bytes that identify the weights: names, shapes, dtypes, sizes and sampled blocks of each tensor."""
+        """16 bytes that identify the weights: names, shapes, dtypes, sizes and sampled blocks of each
+        tensor.
+        """
         ...

@@ -29,7 +29,8 @@ def next_token(tokens: list[int]) -> int:
 
 @dataclass
 class Machine:
-    """Runs a scheduler against a device that is nothing but page contents, one step ahead of the host as the engine is.
+    """Runs a scheduler against a device that is nothing but page contents, one step ahead of the host as the
+    engine is.
 
     Every step checks that what a sequence would read from its pages is its own tokens.
     """
