@@ -140,8 +140,11 @@ def build_from_checkpoint(
 
 
 def use_compilation_cache() -> None:
-    """Keeps compiled programs on disk, so that only the first start compiles."""
-    jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "xla"))
+    """Keeps compiled programs on disk, so that only the first start compiles: where JAX_COMPILATION_CACHE_DIR
+    says, else in jkv's cache.
+    """
+    if jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
