@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -34,6 +37,8 @@ _CPU_L1_BYTES = GIB
 # What XLA keeps for itself beside the programs' temporaries: alignment, streams, collectives.
 _DEVICE_RESERVE = 0.02
 _COMPILE_THREADS = 2
+_REPORT_S = 2.0
+_MEMINFO = Path("/proc/meminfo")
 
 Progress = Callable[[str], None]
 
@@ -82,7 +87,7 @@ def build_from_checkpoint(
         dtype,
         stacked=not _on_cpu(),
         workers=config.load_workers,
-        progress=lambda done: progress(f"loading weights {done:.0%}"),
+        progress=now_and_then(lambda done: progress(f"loading weights {done:.0%}")),
     )
     progress(f"loaded weights in {time.monotonic() - started:.1f} s")
     plan = ProgramPlan(
@@ -103,6 +108,8 @@ def build_from_checkpoint(
         unroll_layers=_on_cpu(),
     )
     plan = dataclasses.replace(plan, pool=dataclasses.replace(plan.pool, pages=l1_pages(config, plan)))
+    l1_gib = plan.pool.pages * plan.pool.page_bytes / GIB
+    progress(f"L1 has {plan.pool.pages} pages of {config.page_size} tokens, {l1_gib:.2f} GiB")
     compiled = compile_programs(plan, progress)
     identity = ModelIdentity(
         weights_fingerprint=checkpoint.source.fingerprint(),
@@ -139,6 +146,21 @@ def build_from_checkpoint(
     return engine
 
 
+def now_and_then(report: Callable[[float], None]) -> Callable[[float], None]:
+    """Passes a value on at most once every `_REPORT_S` seconds; several threads may call it."""
+    lock, due = threading.Lock(), time.monotonic() + _REPORT_S
+
+    def maybe(value: float) -> None:
+        nonlocal due
+        with lock:
+            if time.monotonic() < due:
+                return
+            due = time.monotonic() + _REPORT_S
+        report(value)
+
+    return maybe
+
+
 def use_compilation_cache() -> None:
     """Keeps compiled programs on disk, so that only the first start compiles: where JAX_COMPILATION_CACHE_DIR
     says, else in jkv's cache.
@@ -152,13 +174,14 @@ def use_compilation_cache() -> None:
 def compile_programs(plan: ProgramPlan, progress: Progress) -> dict[str, Callable[..., Any]]:
     """Compiles every program of the plan, or reads it from the persistent cache."""
     todo = list(programs(plan))
+    progress(f"compiling {len(todo)} programs: minutes at a first start, seconds at later ones")
     started = time.monotonic()
     compiled: dict[str, Callable[..., Any]] = {}
     with ThreadPoolExecutor(_COMPILE_THREADS) as pool:
 
         def build(program: Program) -> None:
             compiled[program.name] = program.lower().compile()
-            progress(f"compiling programs {len(compiled)}/{len(todo)} ({program.name})")
+            progress(f"compiled {len(compiled)}/{len(todo)}: {program.name}")
 
         list(pool.map(build, todo))
     progress(f"compiled {len(todo)} programs in {time.monotonic() - started:.1f} s")
@@ -204,8 +227,9 @@ def _available_bytes(plan: ProgramPlan) -> int:
 
 
 def _host_available() -> int:
-    with open("/proc/meminfo") as file:
-        fields = dict(line.split(":", 1) for line in file)
+    if not _MEMINFO.exists():  # macOS, which tells only what there is in all
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    fields = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
     return int(fields["MemAvailable"].split()[0]) * 1024
 
 
