@@ -42,14 +42,19 @@ def request_root(model_root: bytes, *, adapter: str = "", cache_salt: str = "") 
     return _digest(b"jkv.request", model_root, adapter.encode(), cache_salt.encode())
 
 
+def pack_tokens(tokens: Sequence[int]) -> bytes:
+    """Tokens as little-endian uint32, which is what keys hash and caches keep to compare."""
+    return np.asarray(tokens, "<u4").tobytes()
+
+
 def page_key(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """The key of a full page: blake2b-128 over its parent's key and its tokens as little-endian uint32."""
-    return blake2b(parent + np.asarray(tokens, "<u4").tobytes(), digest_size=KEY_BYTES).digest()
+    """The key of a full page: blake2b-128 over its parent's key and its packed tokens."""
+    return blake2b(parent + pack_tokens(tokens), digest_size=KEY_BYTES).digest()
 
 
 def page_keys(root: bytes, tokens: Sequence[int], page_size: int) -> list[bytes]:
     """Keys of every full page of `tokens`, in order."""
-    data = np.asarray(tokens, "<u4").tobytes()
+    data = pack_tokens(tokens)
     step = 4 * page_size
     keys: list[bytes] = []
     parent = root

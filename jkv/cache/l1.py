@@ -12,15 +12,14 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jkv.cache.keys import page_key
+from jkv.cache.keys import pack_tokens
 
 
 @dataclass(slots=True)
 class _Page:
     refs: int = 0
     key: bytes | None = None
-    parent: bytes = b""
-    tokens: tuple[int, ...] = ()
+    tokens: bytes = b""  # packed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,16 +54,10 @@ class L1Pool:
         free, idle = len(self._free), len(self._idle)
         return L1Counts(total=self.total, free=free, in_use=self.total - free - idle, cached=idle)
 
-    def find(self, parent: bytes, tokens: Sequence[int]) -> int | None:
-        """The cached page that holds `tokens` after `parent`; its stored tokens are compared, not only its
-        key.
-        """
-        return self.find_key(page_key(parent, tokens), tokens)
-
-    def find_key(self, key: bytes, tokens: Sequence[int]) -> int | None:
-        """`find` for a key that is already known."""
+    def find(self, key: bytes, tokens: Sequence[int]) -> int | None:
+        """The cached page of this key; its stored tokens are compared with `tokens` too."""
         page = self._index.get(key)
-        if page is None or self._pages[page].tokens != tuple(tokens):
+        if page is None or self._pages[page].tokens != pack_tokens(tokens):
             return None
         return page
 
@@ -86,28 +79,29 @@ class L1Pool:
             self._pages[page].refs = 1
         return pages
 
-    def publish(self, page: int, key: bytes, parent: bytes, tokens: Sequence[int]) -> int:
+    def publish(self, page: int, key: bytes, tokens: Sequence[int]) -> int:
         """Makes a full page findable; returns the page to use from now on.
 
         Where another page already holds the same key and tokens, that one gains a user in this one's stead
         and this one is released, so that equal prefixes keep one copy. A different page under the same key
         (a hash collision) leaves this one private.
         """
-        state = self._pages[page]
+        state, packed = self._pages[page], pack_tokens(tokens)
         other = self._index.get(key)
         if other is None:
-            state.key, state.parent, state.tokens = key, parent, tuple(tokens)
+            state.key, state.tokens = key, packed
             self._index[key] = page
             return page
-        if other == page or self._pages[other].tokens != tuple(tokens):
+        if other == page or self._pages[other].tokens != packed:
             return page
         self.acquire(other)
         self.release([page])
         return other
 
     def release(self, pages: Sequence[int]) -> None:
-        """Takes one user off each page, given in prefix order; private pages become free, cached ones
-        idle.
+        """Takes one user off each page, given in prefix order.
+
+        Private pages that lose their last user become free, cached ones idle.
         """
         for page in reversed(pages):
             state = self._pages[page]
@@ -120,13 +114,6 @@ class L1Pool:
             else:
                 self._idle[page] = None
 
-    def flush(self) -> int:
-        """Drops every idle page; returns how many there were."""
-        dropped = len(self._idle)
-        while self._idle:
-            self._evict_oldest()
-        return dropped
-
     def check(self) -> None:
         """Raises AssertionError where the bookkeeping contradicts itself."""
         free, idle = set(self._free), set(self._idle)
@@ -138,7 +125,7 @@ class L1Pool:
             assert (number in idle) <= (page.key is not None), f"idle page {number} has no key"
             if page.key is not None:
                 assert self._index.get(page.key) == number, f"page {number} is not found by its key"
-                assert len(page.tokens) == self.page_size, f"page {number} is cached but not full"
+                assert len(page.tokens) == 4 * self.page_size, f"page {number} is cached but not full"
         assert len(self._index) == sum(p.key is not None for p in self._pages), "the index has stale keys"
         counts = self.counts()
         assert counts.free + counts.in_use + counts.cached == counts.total

@@ -169,7 +169,7 @@ class Scheduler:
         if seq.request.no_cache or before != len(seq.pages) * size or seq.shared != len(seq.pages):
             return
         while seq.shared < len(seq.tokens) // size:
-            page = self.pool.find_key(seq.key(seq.shared, size), seq.page_tokens(seq.shared, size))
+            page = self.pool.find(seq.key(seq.shared, size), seq.page_tokens(seq.shared, size))
             if page is None:
                 break
             self.pool.acquire(page)
@@ -187,8 +187,8 @@ class Scheduler:
         size = self.pool.page_size
         merged: set[int] = set()
         while not seq.request.no_cache and (seq.shared + 1) * size <= min(seq.computed, len(seq.tokens)):
-            i, parent = seq.shared, seq.key(seq.shared - 1, size) if seq.shared else seq.root
-            page = self.pool.publish(seq.pages[i], seq.key(i, size), parent, seq.page_tokens(i, size))
+            i = seq.shared
+            page = self.pool.publish(seq.pages[i], seq.key(i, size), seq.page_tokens(i, size))
             if page != seq.pages[i]:
                 merged.add(i)
                 seq.pages[i] = page

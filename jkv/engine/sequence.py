@@ -66,8 +66,8 @@ class Sequence:
             self.keys += page_keys(parent, self.tokens[known:], page_size)
         return self.keys[page]
 
-    def page_tokens(self, page: int, page_size: int) -> tuple[int, ...]:
-        return tuple(self.tokens[page * page_size : (page + 1) * page_size])
+    def page_tokens(self, page: int, page_size: int) -> list[int]:
+        return self.tokens[page * page_size : (page + 1) * page_size]
 
     @property
     def order(self) -> tuple[int, int]:

@@ -19,7 +19,7 @@ def fill(pool: L1Pool, *pages: tuple[int, int], parent: bytes = ROOT) -> list[in
         got = pool.allocate(1)
         assert got is not None
         key = page_key(parent, tokens)
-        used.append(pool.publish(got[0], key, parent, tokens))
+        used.append(pool.publish(got[0], key, tokens))
         parent = key
     return used
 
@@ -27,7 +27,7 @@ def fill(pool: L1Pool, *pages: tuple[int, int], parent: bytes = ROOT) -> list[in
 def match(pool: L1Pool, *pages: tuple[int, int]) -> list[int]:
     found, parent = [], ROOT
     for tokens in pages:
-        page = pool.find(parent, tokens)
+        page = pool.find(page_key(parent, tokens), tokens)
         if page is None:
             break
         found.append(page)
@@ -91,24 +91,14 @@ def test_a_colliding_key_is_no_hit_and_stays_private() -> None:
     pool = L1Pool(4, PAGE)
     key = page_key(ROOT, (1, 2))
     (page,) = fill(pool, (1, 2))
-    assert pool.find_key(key, (9, 9)) is None
+    assert pool.find(key, (9, 9)) is None
     got = pool.allocate(1)
     assert got is not None
-    assert pool.publish(got[0], key, ROOT, (9, 9)) == got[0]
-    assert pool.find_key(key, (1, 2)) == page
+    assert pool.publish(got[0], key, (9, 9)) == got[0]
+    assert pool.find(key, (1, 2)) == page
     pool.release(got)
     pool.release([page])
     assert pool.counts().cached == 1
-    pool.check()
-
-
-def test_flush_drops_idle_pages_only() -> None:
-    pool = L1Pool(4, PAGE)
-    kept, dropped = fill(pool, (1, 2)), fill(pool, (3, 4))
-    pool.release(dropped)
-    assert pool.flush() == 1
-    assert match(pool, (1, 2)) == kept
-    assert match(pool, (3, 4)) == []
     pool.check()
 
 
@@ -152,7 +142,7 @@ class PoolMachine(RuleBasedStateMachine):
             in_use = {p for pages, _ in self.users for p in pages} | set(used)
             assert got[0] not in in_use, "a page in use was handed out"
             key = page_key(parent, prefix[depth])
-            used.append(self.pool.publish(got[0], key, parent, prefix[depth]))
+            used.append(self.pool.publish(got[0], key, prefix[depth]))
             self.content[used[-1]] = tuple(prefix[: depth + 1])
             parent = key
         self.users.append((used, prefix))
@@ -162,10 +152,6 @@ class PoolMachine(RuleBasedStateMachine):
     def leave(self, data: st.DataObject) -> None:
         pages, _ = self.users.pop(data.draw(st.integers(0, len(self.users) - 1)))
         self.pool.release(pages)
-
-    @rule()
-    def flush(self) -> None:
-        self.pool.flush()
 
     @invariant()
     def sound(self) -> None:
