@@ -7,8 +7,9 @@ import logging
 import time
 from collections.abc import AsyncIterator
 
-from jkv.engine.loop import EngineLoop, EngineStats
+from jkv.engine.loop import EngineLoop
 from jkv.engine.request import EngineInfo, EngineRequest, TokenOutput
+from jkv.engine.stats import EngineStats
 from jkv.errors import InvalidRequestError
 
 _log = logging.getLogger(__name__)

@@ -11,11 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from jkv.cache.keys import request_root
-from jkv.cache.l1 import L1Counts
+from jkv.engine.report import ActivityReport, describe_l1
 from jkv.engine.request import CachedByTier, EngineRequest, FinishReason, Logprob, TokenOutput
 from jkv.engine.runner import Pending, Runner
 from jkv.engine.scheduler import Scheduler
 from jkv.engine.sequence import Sequence
+from jkv.engine.stats import EngineStats
 from jkv.errors import OverloadedError, ShuttingDownError
 
 _log = logging.getLogger(__name__)
@@ -23,21 +24,6 @@ _CHECK_EVERY_S = 30.0
 _RETRY_S = (0.05, 60.0)
 
 Sink = Callable[[TokenOutput], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineStats:
-    """A snapshot, taken after a step."""
-
-    steps: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    generated_tokens: int = 0
-    preemptions: int = 0
-    evictions: int = 0
-    running: int = 0
-    waiting: int = 0
-    l1: L1Counts
 
 
 @dataclass(eq=False)
@@ -74,6 +60,7 @@ class EngineLoop:
         self._last_check = time.monotonic()
         self._totals = {"steps": 0, "prompt_tokens": 0, "cached_tokens": 0, "generated_tokens": 0}
         self._stats = EngineStats(l1=scheduler.pool.counts())
+        self._report = ActivityReport(self._stats)
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -133,7 +120,10 @@ class EngineLoop:
             idle = pending is None and self._scheduler.idle
             if idle:
                 self._check_now_and_then()
+                _log.debug("idle, %s", describe_l1(self._stats.l1))
             self._take_inbox(block=idle)
+            if idle:
+                self._report.resume(time.monotonic())
             try:
                 pending = self._turn(pending)
             except Exception:
@@ -154,6 +144,8 @@ class EngineLoop:
         if chunks:
             self._totals["steps"] += 1
         self._snapshot()
+        if line := self._report.observe(self._stats, time.monotonic()):
+            _log.info(line)
         return following
 
     def _commit(self, seq: Sequence, token: int, logprob: Logprob | None) -> None:
@@ -208,6 +200,7 @@ class EngineLoop:
             seq.finish_reason = FinishReason.ERROR
             self._close_ticket(seq, FinishReason.ERROR, None, "the step that computed this request failed")
         self._runner.reset()
+        self._snapshot()
 
     def _expire(self) -> None:
         now = time.monotonic()
