@@ -16,6 +16,7 @@ from jkv.api.prompt import Backend
 from jkv.config import GIB, ServeConfig, parse_config
 from jkv.engine.request import Generator
 from jkv.errors import ConfigError, JkvError
+from jkv.progress import ProgressLine
 from jkv.text.chat import ChatTemplate
 from jkv.text.tokenizer import Tokenizer
 
@@ -78,11 +79,14 @@ async def serve(config: ServeConfig, build: Build) -> None:
     server = GrpcServer()
     address = join_address(config.host, await server.start(config.host, config.grpc_port))
     _announce(f"listening on {address}, loading {config.model}")
+    progress = _progress()
     try:
-        built = await _unless(stopping, _in_daemon_thread(lambda: build(config, log.info)))
+        built = await _unless(stopping, _in_daemon_thread(lambda: build(config, progress)))
     except BaseException:
         await server.stop()
         raise
+    finally:
+        progress.close()
     if built is None:
         await server.stop()
         _exit_now(0)
@@ -105,6 +109,11 @@ async def serve(config: ServeConfig, build: Build) -> None:
 def _set_up_logging(config: ServeConfig) -> None:
     logging.basicConfig(format=f"%(asctime)s {config.instance_id} %(levelname)s %(name)s: %(message)s")
     logging.getLogger("jkv").setLevel(config.log_level.upper())
+
+
+def _progress() -> ProgressLine:
+    shown = log.isEnabledFor(logging.INFO) and sys.stderr.isatty()
+    return ProgressLine(log.info, sys.stderr if shown else None)
 
 
 def _prepare_environment() -> None:

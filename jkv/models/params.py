@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -77,13 +78,14 @@ def load_params(
     """
     names = tensor_names(config, dtype)
     _refuse_unknown(names, source, config)
-    done = 0
+    done, lock = 0, threading.Lock()
 
     def read(name: str) -> np.ndarray:
         nonlocal done
         array = np.asarray(_checked(name, names[name], source), dtype=jnp.dtype(dtype))
-        done += 1
-        progress(done / len(names))
+        with lock:  # the share never goes back
+            done += 1
+            progress(done / len(names))
         return array
 
     # Stacked leaves are assembled on the host first: the device never holds a layer twice.

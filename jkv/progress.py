@@ -1,0 +1,58 @@
+"""How long work shows where it stands: a line that updates on a terminal, a few plain lines elsewhere."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+
+class ProgressLine:
+    """Takes messages from any thread; those that start with the same word are one stage.
+
+    On a terminal a stage has one line, which its next message overwrites. Elsewhere `log` gets the first
+    message of each stage, and further ones at most every `every_s` seconds.
+    """
+
+    def __init__(
+        self,
+        log: Callable[[str], None],
+        terminal: TextIO | None,
+        *,
+        every_s: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._log, self._terminal, self._every_s, self._clock = log, terminal, every_s, clock
+        self._lock = threading.Lock()
+        self._stage = ""
+        self._logged_at = 0.0
+        self._closed = False
+
+    def __call__(self, message: str) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            stage = message.split(" ", 1)[0]
+            before, self._stage = self._stage, stage
+            if self._terminal is not None:
+                self._draw(self._terminal, message, below=before not in ("", stage))
+                return
+            now = self._clock()
+            if before != stage or now - self._logged_at >= self._every_s:
+                self._logged_at = now
+                self._log(message)
+
+    def close(self) -> None:
+        """Ends the line; messages that still come are dropped."""
+        with self._lock:
+            if self._terminal is not None and self._stage and not self._closed:
+                self._terminal.write("\n")
+                self._terminal.flush()
+            self._closed = True
+
+    def _draw(self, terminal: TextIO, message: str, *, below: bool) -> None:
+        width = shutil.get_terminal_size().columns - 1  # a full line would wrap and stay
+        terminal.write(("\n" if below else "\r\x1b[K") + message[:width])
+        terminal.flush()

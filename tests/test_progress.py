@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import io
+import itertools
+
+import pytest
+
+from jkv.progress import ProgressLine
+
+MESSAGES = ("loading 1%", "loading 50%", "loading 100%", "loaded in 2 s", "compiling 1/2", "compiling 2/2")
+
+
+def test_a_terminal_gets_one_updating_line_for_each_stage() -> None:
+    terminal = io.StringIO()
+    progress = ProgressLine(pytest.fail, terminal)
+    for message in MESSAGES:
+        progress(message)
+    progress.close()
+    shown = [line.split("\r\x1b[K")[-1] for line in terminal.getvalue().split("\n")]
+    assert shown == ["loading 100%", "loaded in 2 s", "compiling 2/2", ""]
+
+
+def test_a_line_is_never_wider_than_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    terminal = io.StringIO()
+    ProgressLine(pytest.fail, terminal)("x" * 100)
+    assert terminal.getvalue() == "\r\x1b[K" + "x" * 19
+
+
+def test_a_log_gets_each_stage_at_once_and_then_now_and_then() -> None:
+    logged: list[str] = []
+    seconds = itertools.count()
+    progress = ProgressLine(logged.append, None, every_s=5.0, clock=lambda: next(seconds))
+    for message in ("loading 1%", "loading 2%", "loaded", *(f"compiling {i}" for i in range(9))):
+        progress(message)
+    assert logged == ["loading 1%", "loaded", "compiling 0", "compiling 5"]
+
+
+def test_nothing_is_shown_after_the_end() -> None:
+    terminal = io.StringIO()
+    progress = ProgressLine(pytest.fail, terminal)
+    progress("loading 1%")
+    progress.close()
+    before = terminal.getvalue()
+    progress("loading 2%")
+    progress.close()
+    assert terminal.getvalue() == before
