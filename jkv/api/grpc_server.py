@@ -47,10 +47,12 @@ class GrpcServer:
             ConfigError: the address cannot be bound; names the flag and why.
         """
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        if failure := _bind_failure(host, port):
+            raise ConfigError(failure)
         try:
             bound = self._server.add_insecure_port(join_address(host, port))
         except RuntimeError:
-            raise ConfigError(_bind_failure(host, port)) from None
+            raise ConfigError(f"--grpc-port {port}: gRPC cannot listen on {host}") from None
         await self._server.start()
         return bound
 
@@ -101,16 +103,20 @@ def _add_generation(servicer: GenerationServicer, server: grpc.aio.Server) -> No
 
 
 def _bind_failure(host: str, port: int) -> str:
-    """Why gRPC, which does not say, could not listen: ask the operating system."""
+    """Why nothing can listen there, or "". gRPC does not say it, and writes its failure to stderr."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         return f"--host {host}: no such address ({error})"
-    with socket.socket(family, kind, protocol) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reason = ""
+    for family, kind, protocol, _, address in found:
         try:
-            probe.bind(address)
-            probe.listen()
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+                probe.listen()
         except OSError as error:
-            return f"--grpc-port {port}: cannot listen on {host}: {error.strerror}; 0 picks a free port"
-    return f"--grpc-port {port}: gRPC cannot listen on {host}"
+            reason = f"--grpc-port {port}: cannot listen on {host}: {error.strerror}; 0 picks a free port"
+        else:
+            return ""
+    return reason
