@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -37,7 +36,6 @@ _CPU_L1_BYTES = GIB
 # What XLA keeps for itself beside the programs' temporaries: alignment, streams, collectives.
 _DEVICE_RESERVE = 0.02
 _COMPILE_THREADS = 2
-_REPORT_S = 2.0
 _MEMINFO = Path("/proc/meminfo")
 
 Progress = Callable[[str], None]
@@ -87,7 +85,7 @@ def build_from_checkpoint(
         dtype,
         stacked=not _on_cpu(),
         workers=config.load_workers,
-        progress=now_and_then(lambda done: progress(f"loading weights {done:.0%}")),
+        progress=lambda done: progress(f"loading weights {done:.0%}"),
     )
     progress(f"loaded weights in {time.monotonic() - started:.1f} s")
     plan = ProgramPlan(
@@ -144,21 +142,6 @@ def build_from_checkpoint(
     engine = Engine(info, loop)
     engine.start()
     return engine
-
-
-def now_and_then(report: Callable[[float], None]) -> Callable[[float], None]:
-    """Passes a value on at most once every `_REPORT_S` seconds; several threads may call it."""
-    lock, due = threading.Lock(), time.monotonic() + _REPORT_S
-
-    def maybe(value: float) -> None:
-        nonlocal due
-        with lock:
-            if time.monotonic() < due:
-                return
-            due = time.monotonic() + _REPORT_S
-        report(value)
-
-    return maybe
 
 
 def use_compilation_cache() -> None:

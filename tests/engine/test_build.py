@@ -1,4 +1,4 @@
-"""What building an engine says and reads about the machine."""
+"""What building an engine asks of the machine."""
 
 from __future__ import annotations
 
@@ -7,17 +7,6 @@ from pathlib import Path
 import pytest
 
 from jkv.engine import build
-
-
-def test_progress_is_reported_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [100.0]
-    monkeypatch.setattr(build.time, "monotonic", lambda: clock[0])
-    seen: list[float] = []
-    report = build.now_and_then(seen.append)
-    for step in range(50):
-        clock[0] = 100 + step / 10
-        report(step)
-    assert seen == [20, 40]
 
 
 def test_available_memory_is_read_from_meminfo_and_bounded_by_the_machine_elsewhere(
