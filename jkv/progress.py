@@ -13,7 +13,7 @@ class ProgressLine:
     """Takes messages from any thread; those that start with the same word are one stage.
 
     On a terminal a stage has one line, which its next message overwrites. Elsewhere `log` gets the first
-    message of each stage, and further ones at most every `every_s` seconds.
+    message of each stage, further ones at most every `every_s` seconds, and the last one of all.
     """
 
     def __init__(
@@ -28,6 +28,7 @@ class ProgressLine:
         self._lock = threading.Lock()
         self._stage = ""
         self._logged_at = 0.0
+        self._held_back = ""
         self._closed = False
 
     def __call__(self, message: str) -> None:
@@ -39,18 +40,22 @@ class ProgressLine:
             if self._terminal is not None:
                 self._draw(self._terminal, message, below=before not in ("", stage))
                 return
-            now = self._clock()
+            now, self._held_back = self._clock(), message
             if before != stage or now - self._logged_at >= self._every_s:
-                self._logged_at = now
+                self._logged_at, self._held_back = now, ""
                 self._log(message)
 
     def close(self) -> None:
         """Ends the line; messages that still come are dropped."""
         with self._lock:
-            if self._terminal is not None and self._stage and not self._closed:
+            if self._closed:
+                return
+            self._closed = True
+            if self._held_back:
+                self._log(self._held_back)
+            elif self._terminal is not None and self._stage:
                 self._terminal.write("\n")
                 self._terminal.flush()
-            self._closed = True
 
     def _draw(self, terminal: TextIO, message: str, *, below: bool) -> None:
         width = shutil.get_terminal_size().columns - 1  # a full line would wrap and stay

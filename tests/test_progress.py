@@ -27,13 +27,16 @@ def test_a_line_is_never_wider_than_the_terminal(monkeypatch: pytest.MonkeyPatch
     assert terminal.getvalue() == "\r\x1b[K" + "x" * 19
 
 
-def test_a_log_gets_each_stage_at_once_and_then_now_and_then() -> None:
+def test_a_log_gets_each_stage_at_once_and_then_now_and_then_and_the_last_word() -> None:
     logged: list[str] = []
     seconds = itertools.count()
     progress = ProgressLine(logged.append, None, every_s=5.0, clock=lambda: next(seconds))
     for message in ("loading 1%", "loading 2%", "loaded", *(f"compiling {i}" for i in range(9))):
         progress(message)
-    assert logged == ["loading 1%", "loaded", "compiling 0", "compiling 5"]
+    shown = ["loading 1%", "loaded", "compiling 0", "compiling 5"]
+    assert logged == shown
+    progress.close()
+    assert logged == [*shown, "compiling 8"]
 
 
 def test_nothing_is_shown_after_the_end() -> None:
