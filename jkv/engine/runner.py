@@ -25,9 +25,13 @@ from jkv.models.params import Params
 
 @dataclass(frozen=True, kw_only=True)
 class Pending:
-    """A dispatched step whose tokens are still on the device; row i belongs to `seqs[i]`."""
+    """A dispatched step whose tokens are still on the device; row i belongs to `seqs[i]`.
+
+    `hidden` is the step's output, ready once it has run.
+    """
 
     seqs: tuple[Sequence, ...]
+    hidden: jax.Array
     sampled: Sampled | None
 
     def read(self) -> list[tuple[Sequence, int, Logprob | None]]:
@@ -35,6 +39,8 @@ class Pending:
         them.
         """
         if self.sampled is None:
+            # Else prefill chunks would pile up on the device, and whoever comes or goes would wait for all.
+            jax.block_until_ready(self.hidden)
             return []
         tokens = np.asarray(self.sampled.tokens).tolist()
         if not any(s.request.sampling.logprobs for s in self.seqs):
@@ -76,10 +82,10 @@ class Runner:
         step = build_step(chunks, self.plan)
         hidden = self._step(step.tokens, step.batch)
         if not step.sampled:
-            return Pending(seqs=(), sampled=None)
+            return Pending(seqs=(), hidden=hidden, sampled=None)
         sampled = self._sample(hidden, build_sampling(step.sampled, self.plan, self._seed))
         sampled.tokens.copy_to_host_async()
-        return Pending(seqs=step.sampled, sampled=sampled)
+        return Pending(seqs=step.sampled, hidden=hidden, sampled=sampled)
 
     def warm_up(self) -> None:
         """Runs every program once on nothing: a program's first run is slower by half a second (XLA:CPU)."""
