@@ -156,19 +156,26 @@ def use_compilation_cache() -> None:
 
 def compile_programs(plan: ProgramPlan, progress: Progress) -> dict[str, Callable[..., Any]]:
     """Compiles every program of the plan, or reads it from the persistent cache."""
-    todo = list(programs(plan))
+    todo, options = list(programs(plan)), _compiler_options(plan)
     progress(f"compiling {len(todo)} programs: minutes at a first start, seconds at later ones")
     started = time.monotonic()
     compiled: dict[str, Callable[..., Any]] = {}
     with ThreadPoolExecutor(_COMPILE_THREADS) as pool:
 
         def build(program: Program) -> None:
-            compiled[program.name] = program.lower().compile()
+            compiled[program.name] = program.lower().compile(options)
             progress(f"compiled {len(compiled)}/{len(todo)}: {program.name}")
 
         list(pool.map(build, todo))
     progress(f"compiled {len(todo)} programs in {time.monotonic() - started:.1f} s")
     return compiled
+
+
+def _compiler_options(plan: ProgramPlan) -> dict[str, str | bool]:
+    """XLA:CPU gives only large reductions to YNNPACK, which sums in another order than XLA's own loops: where
+    bits must not depend on the batch, none goes there.
+    """
+    return {"xla_cpu_experimental_ynn_fusion_type": ""} if plan.batch_invariant and _on_cpu() else {}
 
 
 def l1_pages(config: ServeConfig, plan: ProgramPlan) -> int:
