@@ -23,7 +23,7 @@ class HostStep:
     """A step's arrays and buckets. `sampled[i]` is the sequence of row i of the sampling."""
 
     tokens: int
-    batch: StepBatch
+    batch: StepBatch[np.ndarray]
     sampled: tuple[Sequence, ...]
 
 
@@ -51,7 +51,7 @@ def build_step(chunks: Seq[Chunk], plan: ProgramPlan) -> HostStep:
     return HostStep(tokens=bucket, batch=step, sampled=tuple(sampled))
 
 
-def empty_batch(plan: ProgramPlan, tokens: int) -> Any:
+def empty_batch(plan: ProgramPlan, tokens: int) -> StepBatch[np.ndarray]:
     """A StepBatch of writable numpy arrays with no sequence in it; every write is masked."""
     batch = jax.tree.map(
         lambda x: np.zeros(x.shape, x.dtype),
@@ -61,7 +61,9 @@ def empty_batch(plan: ProgramPlan, tokens: int) -> Any:
     return batch
 
 
-def build_sampling(seqs: Seq[Sequence], plan: ProgramPlan, seed: int, rows: int = 0) -> SampleBatch:
+def build_sampling(
+    seqs: Seq[Sequence], plan: ProgramPlan, seed: int, rows: int = 0
+) -> SampleBatch[np.ndarray]:
     """Sampling parameters of the sequences, padded to a bucket of at least `rows`.
 
     `seed` is the base for requests that bring none.
@@ -69,7 +71,7 @@ def build_sampling(seqs: Seq[Sequence], plan: ProgramPlan, seed: int, rows: int 
     bucket = next(b for b in plan.sample_buckets if b >= max(len(seqs), rows))
     params = [s.request.sampling for s in seqs]
 
-    def column(values: list[Any], pad: float, dtype: type) -> Any:
+    def column(values: list[Any], pad: float, dtype: type) -> np.ndarray:
         return np.asarray(values + [pad] * (bucket - len(values)), dtype)
 
     seeds = np.zeros((bucket, 2), np.uint32)

@@ -24,7 +24,7 @@ from jkv.engine.request import EngineInfo
 from jkv.engine.runner import Runner
 from jkv.engine.scheduler import Limits, Scheduler
 from jkv.errors import ConfigError
-from jkv.kernels.kv_pool import PoolShape
+from jkv.kernels.kv_pool import PoolShape, stored_dtype
 from jkv.models.config import ModelConfig
 from jkv.models.params import load_params
 from jkv.models.resolve import Checkpoint, cached_orbax, open_checkpoint, resolve_model
@@ -97,7 +97,7 @@ def build_from_checkpoint(
             page_size=config.page_size,
             kv_heads=model.num_kv_heads,
             head_dim=model.head_dim,
-            dtype=kv_dtype,
+            dtype=stored_dtype(kv_dtype, jax.default_backend()),
         ),
         max_num_seqs=config.max_num_seqs,
         max_batched_tokens=max(config.max_batched_tokens, config.max_num_seqs),

@@ -43,8 +43,8 @@ class Program:
 class ProgramPlan:
     """What decides which programs an engine has.
 
-    `batch_invariant` leaves out the buckets and block sizes whose rows would round differently: a product of
-    one row, and key blocks that differ between prefill and decode.
+    `batch_invariant` leaves out what would round rows differently: a bucket of one row, and attention blocks
+    of several shapes.
     """
 
     config: ModelConfig
@@ -78,8 +78,7 @@ class ProgramPlan:
 
 def table_width(max_model_len: int, page_size: int) -> int:
     """Page-table entries a sequence needs, rounded up to whole key blocks."""
-    blocks = AttentionBlocks()
-    step = max(blocks.prefill_keys, blocks.decode_keys, page_size)
+    step = max(AttentionBlocks().prefill_keys, page_size)
     return -(-max_model_len // step) * step // page_size
 
 
@@ -120,14 +119,16 @@ def _step_program(plan: ProgramPlan, params: Params, tokens: int) -> Program:
     )
 
 
-def _sample_program(plan: ProgramPlan, params: Params, state: SamplerState, rows: int) -> Program:
+def _sample_program(
+    plan: ProgramPlan, params: Params, state: SamplerState[jax.ShapeDtypeStruct], rows: int
+) -> Program:
     head = Params(
         embed=params.embed if params.head is None else None, layers=None, norm=None, head=params.head
     )
 
     def fn(
-        params: Params, hidden: jax.Array, state: SamplerState, batch: SampleBatch
-    ) -> tuple[Sampled, SamplerState]:
+        params: Params, hidden: jax.Array, state: SamplerState[jax.Array], batch: SampleBatch[jax.Array]
+    ) -> tuple[Sampled, SamplerState[jax.Array]]:
         return sample(logits(params, hidden[:rows]), state, batch)
 
     hidden = jax.ShapeDtypeStruct((plan.sample_rows, plan.config.hidden_size), plan.dtype)
@@ -135,7 +136,7 @@ def _sample_program(plan: ProgramPlan, params: Params, state: SamplerState, rows
     return Program(name=sample_name(rows), fn=fn, args=args, donated=(2,))
 
 
-def _admit_program(plan: ProgramPlan, state: SamplerState) -> Program:
+def _admit_program(plan: ProgramPlan, state: SamplerState[jax.ShapeDtypeStruct]) -> Program:
     def row(dtype: DTypeLike) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((plan.config.vocab_size,), dtype)
 

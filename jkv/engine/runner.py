@@ -97,12 +97,12 @@ class Runner:
         self._admit(0, SamplingParams(max_tokens=1), (), ())
         jax.block_until_ready((self._pool, self._state))
 
-    def _step(self, tokens: int, batch: StepBatch) -> jax.Array:
+    def _step(self, tokens: int, batch: StepBatch[np.ndarray]) -> jax.Array:
         run = self._compiled[step_name(tokens)]
         hidden, self._pool = run(self._params, self._pool, self._state.last_tokens, batch)
         return hidden
 
-    def _sample(self, hidden: jax.Array | None, batch: SampleBatch) -> Sampled:
+    def _sample(self, hidden: jax.Array | None, batch: SampleBatch[np.ndarray]) -> Sampled:
         draw = self._compiled[sample_name(batch.slots.shape[0])]
         sampled, self._state = draw(self._head, hidden, self._state, batch)
         return sampled

@@ -7,10 +7,14 @@ comes from a counter-based generator keyed by (seed, position), and the filters 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Generic
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
+
+from jkv.kernels.batch import ArrayT
 
 # What OpenAI's API allows at most.
 MAX_TOP_LOGPROBS = 20
@@ -20,57 +24,57 @@ _MIN_TEMPERATURE = 1e-2
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class SamplerState:
+class SamplerState(Generic[ArrayT]):
     """What sampling remembers of each slot between steps; donated to every call. Owner: the engine's
     thread.
     """
 
-    last_tokens: jax.Array  # [slots] int32, the newest token
-    counts: jax.Array  # [slots, vocab] int32, how often each token was generated
-    in_prompt: jax.Array  # [slots, vocab] bool
-    bias: jax.Array  # [slots, vocab] float32
+    last_tokens: ArrayT  # [slots] int32, the newest token
+    counts: ArrayT  # [slots, vocab] int32, how often each token was generated
+    in_prompt: ArrayT  # [slots, vocab] bool
+    bias: ArrayT  # [slots, vocab] float32
 
     @staticmethod
-    def abstract(slots: int, vocab: int) -> SamplerState:
+    def abstract(slots: int, vocab: int) -> SamplerState[jax.ShapeDtypeStruct]:
         """Shapes and dtypes only."""
 
-        def struct(dtype: jnp.dtype, *shape: int) -> jax.Array:
-            return jax.ShapeDtypeStruct(shape, dtype)  # type: ignore[return-value]
+        def struct(dtype: DTypeLike, *shape: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, dtype)
 
         return SamplerState(
-            last_tokens=struct(jnp.dtype(jnp.int32), slots),
-            counts=struct(jnp.dtype(jnp.int32), slots, vocab),
-            in_prompt=struct(jnp.dtype(jnp.bool_), slots, vocab),
-            bias=struct(jnp.dtype(jnp.float32), slots, vocab),
+            last_tokens=struct(jnp.int32, slots),
+            counts=struct(jnp.int32, slots, vocab),
+            in_prompt=struct(jnp.bool_, slots, vocab),
+            bias=struct(jnp.float32, slots, vocab),
         )
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class SampleBatch:
+class SampleBatch(Generic[ArrayT]):
     """Parameters of the rows to sample, `[S]` each unless stated; rows past the last are padding."""
 
-    slots: jax.Array  # int32; the slot count marks padding
-    seeds: jax.Array  # [S, 2] uint32, low and high half
-    positions: jax.Array  # int32, how many tokens the sequence has generated before
-    temperature: jax.Array  # float32, 0 is greedy
-    top_k: jax.Array  # int32, the vocabulary size is off
-    top_p: jax.Array  # float32
-    min_p: jax.Array  # float32
-    repetition: jax.Array  # float32
-    presence: jax.Array  # float32
-    frequency: jax.Array  # float32
-    adjusted: jax.Array  # bool scalar: some row has penalties or a bias
-    random: jax.Array  # bool scalar: some row is not greedy
-    filtered: jax.Array  # bool scalar: some row has top_k, top_p or min_p
-    logprobs: jax.Array  # bool scalar: some row wants log-probabilities
+    slots: ArrayT  # int32; the slot count marks padding
+    seeds: ArrayT  # [S, 2] uint32, low and high half
+    positions: ArrayT  # int32, how many tokens the sequence has generated before
+    temperature: ArrayT  # float32, 0 is greedy
+    top_k: ArrayT  # int32, the vocabulary size is off
+    top_p: ArrayT  # float32
+    min_p: ArrayT  # float32
+    repetition: ArrayT  # float32
+    presence: ArrayT  # float32
+    frequency: ArrayT  # float32
+    adjusted: ArrayT  # bool scalar: some row has penalties or a bias
+    random: ArrayT  # bool scalar: some row is not greedy
+    filtered: ArrayT  # bool scalar: some row has top_k, top_p or min_p
+    logprobs: ArrayT  # bool scalar: some row wants log-probabilities
 
     @staticmethod
-    def abstract(rows: int) -> SampleBatch:
+    def abstract(rows: int) -> SampleBatch[jax.ShapeDtypeStruct]:
         """Shapes and dtypes only."""
 
-        def struct(dtype: object, *shape: int) -> jax.Array:
-            return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))  # type: ignore[return-value, arg-type]
+        def struct(dtype: DTypeLike, *shape: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, dtype)
 
         ints, floats, flag = struct(jnp.int32, rows), struct(jnp.float32, rows), struct(jnp.bool_)
         return SampleBatch(
@@ -106,7 +110,9 @@ class Sampled:
     top_logprobs: jax.Array  # [S, MAX_TOP_LOGPROBS] float32
 
 
-def sample(logits: jax.Array, state: SamplerState, batch: SampleBatch) -> tuple[Sampled, SamplerState]:
+def sample(
+    logits: jax.Array, state: SamplerState[jax.Array], batch: SampleBatch[jax.Array]
+) -> tuple[Sampled, SamplerState[jax.Array]]:
     """Draws one token per row from float32 `[S, vocab]` logits and records it in the state."""
     adjusted = lax.cond(batch.adjusted, lambda: _adjust(logits, state, batch), lambda: logits)
     greedy = jnp.argmax(adjusted, axis=-1).astype(jnp.int32)
@@ -125,8 +131,8 @@ def sample(logits: jax.Array, state: SamplerState, batch: SampleBatch) -> tuple[
 
 
 def admit(
-    state: SamplerState, slot: jax.Array, counts: jax.Array, in_prompt: jax.Array, bias: jax.Array
-) -> SamplerState:
+    state: SamplerState[jax.Array], slot: jax.Array, counts: jax.Array, in_prompt: jax.Array, bias: jax.Array
+) -> SamplerState[jax.Array]:
     """Sets a slot's history and bias (`[vocab]` each) when a sequence takes it."""
     return SamplerState(
         last_tokens=state.last_tokens,
@@ -136,7 +142,7 @@ def admit(
     )
 
 
-def _adjust(logits: jax.Array, state: SamplerState, batch: SampleBatch) -> jax.Array:
+def _adjust(logits: jax.Array, state: SamplerState[jax.Array], batch: SampleBatch[jax.Array]) -> jax.Array:
     """Bias, then the repetition penalty (arXiv:1909.05858), then OpenAI's frequency and presence
     penalties.
     """
@@ -148,7 +154,7 @@ def _adjust(logits: jax.Array, state: SamplerState, batch: SampleBatch) -> jax.A
     return logits - batch.frequency[:, None] * counts - batch.presence[:, None] * (counts > 0)
 
 
-def _draw(logits: jax.Array, batch: SampleBatch) -> jax.Array:
+def _draw(logits: jax.Array, batch: SampleBatch[jax.Array]) -> jax.Array:
     """Samples by adding Gumbel noise (the Gumbel-max trick); greedy rows are computed and discarded."""
     scaled = logits / jnp.maximum(batch.temperature, _MIN_TEMPERATURE)[:, None]
     kept = lax.cond(batch.filtered, lambda: _filter(scaled, batch), lambda: scaled)
@@ -160,7 +166,7 @@ def _draw(logits: jax.Array, batch: SampleBatch) -> jax.Array:
     return jnp.argmax(kept + jax.vmap(noise)(batch.seeds, batch.positions), axis=-1).astype(jnp.int32)
 
 
-def _filter(scaled: jax.Array, batch: SampleBatch) -> jax.Array:
+def _filter(scaled: jax.Array, batch: SampleBatch[jax.Array]) -> jax.Array:
     """Masks what min_p, top_k and then top_p leave out, without sorting: each is a threshold found by
     bisection.
     """

@@ -1,8 +1,9 @@
 """Paged attention in plain XLA: what CPUs run, and the reference for the Pallas kernels.
 
 Running max/sum softmax over blocks of keys (Milakov and Gimelshein, arXiv:1805.02867; FlashAttention,
-arXiv:2205.14135). Key blocks start at multiples of the block size whatever the chunk, so a query's reduction
-order depends on its position alone, and a masked block leaves max, sum and output bit for bit as they were.
+arXiv:2205.14135). Key blocks start at multiples of the block size whatever the chunk, and a masked block leaves
+max, sum and output bit for bit as they were: with blocks of one shape, a query's bits depend on its position
+alone.
 """
 
 from __future__ import annotations
@@ -15,20 +16,24 @@ import jax.numpy as jnp
 from jax import lax
 
 from jkv.kernels.batch import StepBatch
+from jkv.kernels.kv_pool import from_stored
 
 _MASKED = -1e30
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionBlocks:
-    """Block sizes in tokens. Equal key blocks in both phases make a decode's bits equal to a prefill's."""
+    """Block sizes in tokens. Without `decode_keys`, every query is in a block of exactly `prefill_queries`,
+    a decode as a chunk of one.
+    """
 
     prefill_queries: int = 256
     prefill_keys: int = 512
-    decode_keys: int = 128
+    decode_keys: int | None = 128
 
 
-BATCH_INVARIANT_BLOCKS = AttentionBlocks(prefill_keys=128)
+# XLA:CPU rounds a row differently in products of different shapes, so all queries go through those of one.
+BATCH_INVARIANT_BLOCKS = AttentionBlocks(prefill_queries=16, prefill_keys=128, decode_keys=None)
 
 
 class _Running(NamedTuple):
@@ -49,7 +54,7 @@ def paged_attention(
     pool: jax.Array,
     layer: jax.Array,
     pages: int,
-    batch: StepBatch,
+    batch: StepBatch[jax.Array],
     *,
     window: jax.Array,
     scale: float,
@@ -67,7 +72,12 @@ def paged_attention(
         `[T, heads, head_dim]` in q's dtype; rows of padding are unspecified but finite.
     """
     run = _PagedAttention(pool, layer * pages, batch, window, scale, blocks, q)
-    return run.prefill(run.decode(jnp.zeros_like(run.q)))[: q.shape[0]].astype(q.dtype)
+    out = jnp.zeros_like(run.q)
+    if blocks.decode_keys is None:
+        out = run.chunks(out, jnp.int32(0))
+    else:
+        out = run.chunks(run.decodes(out, max(blocks.decode_keys, run.page_size)), batch.counts[0])
+    return out[: q.shape[0]].astype(q.dtype)
 
 
 class _PagedAttention:
@@ -77,20 +87,24 @@ class _PagedAttention:
         self,
         pool: jax.Array,
         first_row: jax.Array,
-        batch: StepBatch,
+        batch: StepBatch[jax.Array],
         window: jax.Array,
         scale: float,
         blocks: AttentionBlocks,
         q: jax.Array,
     ) -> None:
-        _, self.page_size, kv2, self.head_dim = pool.shape
-        self.kv_heads = kv2 // 2
-        self.heads = q.shape[1]
+        _, self.page_size, self.width = pool.shape
+        _, self.heads, self.head_dim = q.shape
+        self.kv_heads = self.width // (2 * self.head_dim)
         self.group = self.heads // self.kv_heads
-        self.width = kv2 * self.head_dim
         self.pool = pool
+        # By default TPUs and GPUs round the operands of float32 products, and XLA:TPU does so to the whole
+        # pool before the loop.
+        self.precision = lax.Precision.HIGHEST if pool.dtype == jnp.float32 else None
         self.first_row, self.batch, self.window, self.blocks = first_row, batch, window, blocks
-        self.q_block = min(blocks.prefill_queries, q.shape[0])
+        self.q_block = blocks.prefill_queries
+        if blocks.decode_keys is not None:
+            self.q_block = min(self.q_block, q.shape[0])
         # The last block of a chunk may reach past the batch: give it rows of its own to spill into.
         self.q = jnp.pad(q.astype(jnp.float32) * scale, ((0, self.q_block), (0, 0), (0, 0)))
 
@@ -106,7 +120,7 @@ class _PagedAttention:
         pages = lax.dynamic_slice(seq.table, (block * per_block,), (per_block,))
         kv = self.pool[self.first_row + pages].reshape(keys, self.width)
         used = block * keys + jnp.arange(keys) < seq.kv_len
-        return jnp.where(used[:, None], kv, 0).astype(jnp.float32)
+        return jnp.where(used[:, None], from_stored(kv).astype(jnp.float32), 0)
 
     def _first_block(self, position: jax.Array, keys: int) -> jax.Array:
         return jnp.maximum(position - self.window + 1, 0) // keys
@@ -116,11 +130,10 @@ class _PagedAttention:
         distance = positions[:, None] - key[None, :]
         return (distance >= 0) & (distance < self.window)
 
-    def decode(self, out: jax.Array) -> jax.Array:
+    def decodes(self, out: jax.Array, keys: int) -> jax.Array:
         """One query a sequence. All heads share one product over whole cache rows, each row of q zero
         outside its head: more arithmetic, but the keys are read as they lie, and reading them is what a
         decode costs."""
-        keys = max(self.blocks.decode_keys, self.page_size)
         spread, pick = self._head_masks()
 
         def one(index: jax.Array, out: jax.Array) -> jax.Array:
@@ -130,42 +143,38 @@ class _PagedAttention:
 
             def body(block: jax.Array, run: _Running) -> _Running:
                 kv = self._load(seq, block, keys)
-                scores = jnp.einsum("re,ke->rk", q, kv)
+                scores = jnp.einsum("re,ke->rk", q, kv, precision=self.precision)
                 seen = self._visible(block, keys, position[None])
                 return _accumulate(
-                    run, jnp.where(seen, scores, _MASKED), lambda p: jnp.einsum("rk,ke->re", p, kv)
+                    run,
+                    jnp.where(seen, scores, _MASKED),
+                    lambda p: jnp.einsum("rk,ke->re", p, kv, precision=self.precision),
                 )
 
-            start = _empty((q.shape[0],), self.width)
+            start = _empty((self.heads,), self.width)
             run = lax.fori_loop(self._first_block(position, keys), position // keys + 1, body, start)
-            rows = (run.out / run.total[:, None])[: self.heads].reshape(
-                self.heads, 2 * self.kv_heads, self.head_dim
-            )
+            rows = (run.out / run.total[:, None]).reshape(self.heads, 2 * self.kv_heads, self.head_dim)
             picked = jnp.where(pick[:, :, None], rows, 0).sum(axis=1)
             return lax.dynamic_update_index_in_dim(out, picked, index, 0)
 
-        return lax.fori_loop(0, self.batch.num_decodes, one, out)
+        return lax.fori_loop(0, self.batch.counts[0], one, out)
 
     def _head_masks(self) -> tuple[jax.Array, jax.Array]:
-        """`[rows, 2 * kv_heads]`: where a query head's key lies in a cache row, and where its value lies.
-
-        A single head gets a second row, for a product of one row rounds differently from those of more.
-        """
+        """`[heads, 2 * kv_heads]`: where a query head's key lies in a cache row, and where its value lies."""
         head = jnp.arange(self.heads) // self.group
         column = jnp.arange(2 * self.kv_heads)
         spread = (column[None, :] == 2 * head[:, None]).astype(jnp.float32)
-        pick = column[None, :] == 2 * head[:, None] + 1
-        return jnp.pad(spread, ((0, int(self.heads == 1)), (0, 0))), pick
+        return spread, column[None, :] == 2 * head[:, None] + 1
 
-    def prefill(self, out: jax.Array) -> jax.Array:
-        """Chunks of several queries, a block of queries at a time against its causal key blocks only."""
+    def chunks(self, out: jax.Array, first: jax.Array) -> jax.Array:
+        """The sequences from `first` on, a block of queries at a time against its causal key blocks only."""
 
         def one(index: jax.Array, out: jax.Array) -> jax.Array:
             seq = self._sequence(index)
             blocks = (seq.q_len + self.q_block - 1) // self.q_block
             return lax.fori_loop(0, blocks, lambda i, out: self._query_block(seq, i, out), out)
 
-        return lax.fori_loop(self.batch.num_decodes, self.batch.num_seqs, one, out)
+        return lax.fori_loop(first, self.batch.counts[1], one, out)
 
     def _query_block(self, seq: _Sequence, index: jax.Array, out: jax.Array) -> jax.Array:
         keys = max(self.blocks.prefill_keys, self.page_size)
@@ -179,10 +188,12 @@ class _PagedAttention:
         def body(block: jax.Array, run: _Running) -> _Running:
             kv = self._load(seq, block, keys).reshape(keys, self.kv_heads, 2, self.head_dim)
             k, v = kv[:, :, 0].transpose(1, 0, 2), kv[:, :, 1].transpose(1, 0, 2)
-            scores = jnp.einsum("hmd,hkd->hmk", q, k)
+            scores = jnp.einsum("hmd,hkd->hmk", q, k, precision=self.precision)
             seen = self._visible(block, keys, positions)
             return _accumulate(
-                run, jnp.where(seen[None], scores, _MASKED), lambda p: jnp.einsum("hmk,hkd->hmd", p, v)
+                run,
+                jnp.where(seen[None], scores, _MASKED),
+                lambda p: jnp.einsum("hmk,hkd->hmd", p, v, precision=self.precision),
             )
 
         last = jnp.minimum(first + self.q_block, seq.kv_len) - 1

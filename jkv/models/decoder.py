@@ -37,7 +37,7 @@ class LayerContext:
 
     cos: jax.Array  # [T, head_dim / 2] float32
     sin: jax.Array
-    batch: StepBatch
+    batch: StepBatch[jax.Array]
 
 
 class Linear(nnx.Module):
@@ -157,7 +157,7 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
-def layer_context(config: ModelConfig, batch: StepBatch) -> LayerContext:
+def layer_context(config: ModelConfig, batch: StepBatch[jax.Array]) -> LayerContext:
     """Cosines and sines of a step's positions."""
     frequencies, scale = inverse_frequencies(config.rope, config.head_dim)
     angles = batch.positions.astype(jnp.float32)[:, None] * jnp.asarray(frequencies)[None, :]

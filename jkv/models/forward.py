@@ -24,7 +24,7 @@ def forward(
     params: Params,
     pool: jax.Array,
     last_tokens: jax.Array,
-    batch: StepBatch,
+    batch: StepBatch[jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
     """Runs one ragged step.
 
@@ -50,7 +50,8 @@ def forward(
     else:
 
         def body(carry: tuple[jax.Array, jax.Array], layer: Any) -> tuple[tuple[jax.Array, jax.Array], None]:
-            return _layer(definition, shape, *layer, *carry, context), None
+            (state, index, window), (x, pool) = layer, carry
+            return _layer(definition, shape, state, index, window, x, pool, context), None
 
         layers = (params.layers, jnp.arange(config.num_layers, dtype=jnp.int32), windows)
         (x, pool), _ = lax.scan(body, (x, pool), layers)

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jkv.kernels.batch import StepBatch
+from jkv.kernels.kv_pool import PoolShape, from_stored, stored_dtype, to_stored, write_kv
+
+_LAYERS, _PAGES, _PAGE_SIZE, _HEADS, _DIM = 3, 4, 8, 2, 16
+_DTYPES = ["float32", "float16", "bfloat16", "uint16"]
+
+
+@pytest.mark.parametrize("dtype", _DTYPES)
+@pytest.mark.parametrize(
+    "targets",
+    [
+        [(2, 5)],
+        [(None, 5)],
+        [(None, 0), (1, 7), (3, 0), (0, 3), (None, 7), (1, 6)],
+        [(None, 0), (None, 1)],
+    ],
+    ids=["one", "one masked", "some masked", "all masked"],
+)
+@pytest.mark.parametrize("layer", range(_LAYERS))
+def test_writes_its_rows_and_no_others(dtype: str, targets: list[tuple[int | None, int]], layer: int) -> None:
+    shape = _shape(dtype)
+    rng = np.random.default_rng(0)
+    before = to_stored(jnp.asarray(rng.normal(size=shape.shape), jnp.float32), shape.dtype)
+    keys, values = (jnp.asarray(rng.normal(size=(len(targets), _HEADS, _DIM)), jnp.float32) for _ in range(2))
+    # Beyond the layer's pages lie the next layer's: a mask that failed would show there.
+    batch = _writes([(_PAGES if page is None else page, offset) for page, offset in targets])
+
+    want = np.array(before)
+    stored = to_stored(jnp.stack([keys, values], axis=2), shape.dtype)
+    for row, (page, offset) in zip(np.asarray(stored), targets, strict=True):
+        if page is not None:
+            want[layer * _PAGES + page, offset] = row.reshape(-1)
+
+    run = jax.jit(partial(write_kv, pages=_PAGES))
+    after = run(before, jnp.int32(layer), keys=keys, values=values, batch=batch)
+    assert after.dtype == before.dtype
+    assert np.array(after).tobytes() == want.tobytes()
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 16])
+@pytest.mark.parametrize("dtype", ["float32", "float16", stored_dtype("bfloat16", "cpu").name])
+def test_a_donated_pool_is_written_in_place(dtype: str, tokens: int) -> None:
+    shape = _shape(dtype, pages=4096)
+    pool_bytes = shape.page_bytes * shape.pages
+    rows = jax.ShapeDtypeStruct((tokens, _HEADS, _DIM), jnp.float32)
+    run = jax.jit(partial(write_kv, pages=shape.pages), donate_argnums=0)
+    lowered = run.lower(
+        jax.ShapeDtypeStruct(shape.shape, shape.dtype),
+        jax.ShapeDtypeStruct((), jnp.int32),
+        keys=rows,
+        values=rows,
+        batch=StepBatch.abstract(tokens, 1, 1, 1),
+    )
+    memory = lowered.compile().memory_analysis()
+    assert memory is not None
+    assert memory.alias_size_in_bytes == pool_bytes
+    assert memory.temp_size_in_bytes < pool_bytes / 100
+
+
+def test_bfloat16_is_stored_as_its_bits_on_cpu_only() -> None:
+    assert stored_dtype("bfloat16", "cpu") == jnp.uint16
+    assert stored_dtype("bfloat16", "tpu") == jnp.bfloat16
+    assert stored_dtype("float32", "cpu") == jnp.float32
+    x = jnp.asarray([1.0, -2.5, 1e-30, jnp.inf, 1 / 3], jnp.float32)
+    rounded = x.astype(jnp.bfloat16)
+    stored = to_stored(x, jnp.uint16)
+    assert np.asarray(stored).tobytes() == np.asarray(rounded).tobytes()
+    assert from_stored(stored).dtype == jnp.bfloat16
+    assert np.asarray(from_stored(stored)).tobytes() == np.asarray(rounded).tobytes()
+
+
+def test_page_bytes_are_those_of_the_array() -> None:
+    shape = _shape("float16")
+    assert shape.page_bytes * _PAGES == jnp.zeros(shape.shape, shape.dtype).nbytes
+
+
+def _shape(dtype: str, pages: int = _PAGES) -> PoolShape:
+    return PoolShape(
+        layers=_LAYERS,
+        pages=pages,
+        page_size=_PAGE_SIZE,
+        kv_heads=_HEADS,
+        head_dim=_DIM,
+        dtype=jnp.dtype(dtype),
+    )
+
+
+def _writes(targets: list[tuple[int, int]]) -> StepBatch[np.ndarray]:
+    batch = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), StepBatch.abstract(len(targets), 1, 1, 1))
+    batch.write_pages[:], batch.write_offsets[:] = np.transpose(targets)
+    return batch
