@@ -115,6 +115,18 @@ def test_a_full_queue_refuses_and_says_when_to_retry(smollm2: Server) -> None:
     answers(smollm2)
 
 
+def test_sequences_that_do_not_all_fit_are_refused_and_leave_none_behind(smollm2: Server) -> None:
+    with all_slots_taken(smollm2) as calls:
+        request = endless()
+        request.sampling.n = 3  # the queue has room for two
+        error = refusal(smollm2.stub.Generate(request, timeout=10))
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        calls[0].cancel()
+        answers(smollm2)
+        before = smollm2.idle_lines()
+    assert smollm2.wait_idle(before)[0] == 0
+
+
 def test_a_deadline_ends_a_request_that_decodes(smollm2: Server) -> None:
     started = time.monotonic()
     call = smollm2.stub.Generate(endless(), timeout=1.0)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import select
 import signal
 import subprocess
 import sys
@@ -14,6 +17,7 @@ from tests.e2e.server import Server, environment, run
 
 Golden = dict[str, dict[str, Any]]
 QUESTION = "What is the capital of France?"
+_END_OF_FILE = "\x04"
 ANSWER = "The capital of France is Paris."
 
 
@@ -31,6 +35,39 @@ def test_chat_streams_the_answer_and_tells_the_usage(smollm2: Server) -> None:
 def test_chat_reads_a_pipe(smollm2: Server) -> None:
     done = client(smollm2, "chat", "--temperature", "0", input=f"{QUESTION}\n")
     assert (done.returncode, done.stdout) == (0, f"{ANSWER}\n")
+
+
+def test_chat_goes_turn_by_turn_on_a_terminal(smollm2: Server) -> None:
+    ours, theirs = pty.openpty()
+    shown = ""
+    command = [sys.executable, "-m", "jkv.client", "chat", "--address", smollm2.address, "--temperature", "0"]
+    process = subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE, env=environment(TERM="dumb")
+    )
+    try:
+        for line in (f"{QUESTION}\n", "Thanks!\n", _END_OF_FILE):
+            shown += _read_until(ours, "> ")
+            os.write(ours, line.encode())
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+        os.close(theirs)
+    assert process.returncode == 0
+    assert f"\n{ANSWER}\n> " in shown.replace("\r", "")
+    first, second = errors.decode().splitlines()
+    assert first.startswith("prompt 37 tokens (")
+    assert int(second.split()[1]) > 37 + 8, "the second turn holds the first one"
+
+
+def _read_until(terminal: int, end: str) -> str:
+    """What a terminal shows next, up to and with `end`."""
+    shown = b""
+    while not shown.endswith(end.encode()):
+        assert select.select([terminal], [], [], 30)[0], f"{end!r} does not come: {shown!r}"
+        shown += os.read(terminal, 1)
+    return shown.decode()
 
 
 def test_generate_prints_one_json_document(smollm2: Server, golden: Golden) -> None:

@@ -67,6 +67,8 @@ def test_first_start_then_a_second_from_the_compile_cache(tmp_path: Path) -> Non
     first = Server(directories[0], "--model", str(TINY), *FLAGS, JAX_COMPILATION_CACHE_DIR=str(cache))
     try:
         assert [first.health(), first.health(SERVICE)] == [NOT_SERVING] * 2
+        asked = run("jkv.client", "health", "--address", first.address)
+        assert (asked.returncode, asked.stdout) == (1, "NOT_SERVING\n")
         error = refusal(first.stub.Generate(pb.GenerateRequest(token_ids=ids([1]))))
         assert (error.code(), error.details()) == (
             grpc.StatusCode.UNAVAILABLE,
