@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.engine.harness import Bench, build, tiny_checkpoint
+
+Tiny = Callable[..., Bench]
+# The same for all tests: another pool size would compile every program again.
+_L1_TOKENS = 4096
+
+
+@pytest.fixture(scope="session")
+def shared_engines() -> Iterator[Tiny]:
+    built: dict[tuple[Any, ...], Bench] = {}
+
+    def get(name: str = "llama3", page_size: int = 16, dialect: str = "config.json", **flags: Any) -> Bench:
+        checkpoint = tiny_checkpoint(name, dialect)
+        key = (name, checkpoint.config, page_size, *sorted(flags.items()))
+        if key not in built:
+            built[key] = build(checkpoint, page_size=page_size, l1_tokens=_L1_TOKENS, **flags)
+        return built[key]
+
+    yield get
+    for bench in built.values():
+        bench.stop()
+
+
+@pytest.fixture
+def tiny(shared_engines: Tiny) -> Iterator[Tiny]:
+    """Gives an engine over a tiny checkpoint with an empty cache, and checks that the test leaves no page in
+    use.
+    """
+    used: list[Bench] = []
+
+    def get(*args: Any, **kwargs: Any) -> Bench:
+        used.append(shared_engines(*args, **kwargs))
+        return used[-1]
+
+    yield get
+    for bench in used:
+        bench.settle()

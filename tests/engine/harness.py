@@ -1,0 +1,212 @@
+"""Engines over the golden checkpoints, and running requests on them from a test's thread."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jkv.cache.l1 import L1Pool
+from jkv.config import ServeConfig
+from jkv.engine.build import build_from_checkpoint, use_compilation_cache
+from jkv.engine.engine import Engine
+from jkv.engine.request import EngineRequest, FinishReason, Logprob, SamplingParams, TokenOutput
+from jkv.models.forward import logits
+from jkv.models.hf_config import from_hf
+from jkv.models.resolve import Checkpoint
+from jkv.models.safetensors_source import SafetensorsSource
+from tests.models.golden import TINY, config_json
+
+_ids = itertools.count()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """All of a request's outputs, put together; `cached` are tokens from L1."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[Logprob, ...]
+    cached: int
+    finish_reason: FinishReason
+    error: str = ""
+
+    @property
+    def bits(self) -> tuple[tuple[int, ...], tuple[Logprob, ...]]:
+        """What a hit must not change."""
+        return self.tokens, self.logprobs
+
+
+class Bench:
+    """A running engine whose bookkeeping is checked after every step and every committed token."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.loop = engine._loop
+        self.runner = self.loop._runner
+        self.scheduler = self.loop._scheduler
+        self.violations: list[AssertionError] = []
+        self._check_after("schedule")
+        self._check_after("commit")
+
+    @property
+    def page_size(self) -> int:
+        return self.engine.info.page_size
+
+    @property
+    def total_pages(self) -> int:
+        return self.engine.info.l1_pages
+
+    def run(self, *requests: EngineRequest) -> list[Outcome]:
+        """Runs requests at the same time."""
+
+        async def gather() -> list[Outcome]:
+            return await asyncio.gather(*(self.collect(r) for r in requests))
+
+        return asyncio.run(gather())
+
+    def one(self, request: EngineRequest) -> Outcome:
+        return self.run(request)[0]
+
+    def cold(self, request: EngineRequest) -> Outcome:
+        """Runs the request alone and under a salt of its own."""
+        outcome = self.one(with_salt(request, f"cold {next(_ids)}"))
+        assert outcome.cached == 0
+        return outcome
+
+    async def collect(self, request: EngineRequest) -> Outcome:
+        return put_together([output async for output in self.engine.generate(request)])
+
+    def first_logits(self, request: EngineRequest) -> np.ndarray:
+        """Runs a request for one token and returns the logits it was drawn from, `[vocab]`."""
+        kept: list[jax.Array] = []
+        sample = self.runner._sample
+
+        def keep(hidden: jax.Array | None, batch: Any) -> Any:
+            assert hidden is not None
+            kept.append(hidden[:1])
+            return sample(hidden, batch)
+
+        self.runner._sample = keep
+        self.one(dataclasses.replace(request, sampling=SamplingParams(max_tokens=1)))
+        self.runner._sample = sample
+        (hidden,) = kept
+        return np.asarray(logits(self.runner._head, hidden))[0]
+
+    def matched_tokens(self, request: EngineRequest) -> int:
+        """Tokens a hit saves when every full page of the prompt is cached."""
+        length = len(request.prompt_ids)
+        return min(length // self.page_size * self.page_size, length - 1)
+
+    def settle(self) -> None:
+        """Waits until nothing runs and no page is in use, then empties the cache."""
+        wait_for(lambda: self.loop.alive == 0 and self.engine.stats.l1.in_use == 0)
+        assert not self.violations
+        self.scheduler.check()
+        self.scheduler.pool = L1Pool(self.total_pages, self.page_size)
+
+    @contextlib.contextmanager
+    def shrunk(self, pages: int) -> Iterator[None]:
+        """Lets the idle engine use only some pages of its pool: no program has to be compiled for it."""
+        self.settle()
+        whole = self.scheduler.pool
+        self.scheduler.pool = L1Pool(pages, self.page_size)
+        yield
+        wait_for(lambda: self.loop.alive == 0 and self.engine.stats.l1.in_use == 0)
+        self.scheduler.check()
+        self.scheduler.pool = whole
+
+    @contextlib.contextmanager
+    def limited(self, **limits: int) -> Iterator[None]:
+        """Changes what the idle engine's steps may hold."""
+        usual = self.scheduler.limits
+        self.scheduler.limits = dataclasses.replace(usual, **limits)
+        yield
+        self.scheduler.limits = usual
+
+    def stop(self) -> None:
+        self.loop.stop()
+
+    def _check_after(self, method: str) -> None:
+        original = getattr(self.scheduler, method)
+
+        def checked(*args: Any) -> Any:
+            result = original(*args)
+            try:
+                self.scheduler.check()
+            except AssertionError as error:
+                self.violations.append(error)
+            return result
+
+        setattr(self.scheduler, method, checked)
+
+
+def tiny_checkpoint(name: str, dialect: str = "config.json") -> Checkpoint:
+    return Checkpoint(config=from_hf(config_json(name, dialect)), source=SafetensorsSource(TINY / name))
+
+
+def build(checkpoint: Checkpoint, *, page_size: int, l1_tokens: int, **flags: Any) -> Bench:
+    """An engine with few programs, so that tests compile little."""
+    use_compilation_cache()
+    small: dict[str, Any] = {"max_num_seqs": 4, "max_batched_tokens": 64, "max_mixed_tokens": 16}
+    config = ServeConfig(page_size=page_size, l1_pages=l1_tokens // page_size, **{**small, **flags})
+    return Bench(build_from_checkpoint(config, checkpoint, "model", lambda _: None))
+
+
+def request(
+    prompt: Iterable[int],
+    max_tokens: int = 8,
+    *,
+    salt: str = "",
+    no_cache: bool = False,
+    priority: int = 0,
+    deadline: float | None = None,
+    **sampling: Any,
+) -> EngineRequest:
+    """Greedy with log-probabilities, past the end token, unless told otherwise."""
+    defaults = {"temperature": 0.0, "ignore_eos": True, "logprobs": True}
+    return EngineRequest(
+        request_id=str(next(_ids)),
+        prompt_ids=tuple(prompt),
+        sampling=SamplingParams(max_tokens=max_tokens, **{**defaults, **sampling}),
+        cache_salt=salt,
+        no_cache=no_cache,
+        priority=priority,
+        deadline=deadline,
+    )
+
+
+def with_salt(request: EngineRequest, salt: str) -> EngineRequest:
+    return dataclasses.replace(request, cache_salt=salt)
+
+
+def random_prompt(seed: int, length: int) -> list[int]:
+    """Token ids that every tiny model has."""
+    return np.random.default_rng(seed).integers(3, 512, length).tolist()
+
+
+def put_together(outputs: list[TokenOutput]) -> Outcome:
+    last = outputs[-1]
+    assert last.finish_reason is not None
+    assert all(o.finish_reason is None for o in outputs[:-1])
+    return Outcome(
+        tokens=tuple(t for o in outputs for t in o.token_ids),
+        logprobs=tuple(p for o in outputs for p in o.logprobs),
+        cached=last.cached.l1,
+        finish_reason=last.finish_reason,
+        error=last.error,
+    )
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.005)
