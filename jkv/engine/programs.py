@@ -43,8 +43,8 @@ class Program:
 class ProgramPlan:
     """What decides which programs an engine has.
 
-    `batch_invariant` leaves out what would round rows differently: a bucket of one row, and attention blocks
-    of several shapes.
+    `batch_invariant` leaves out the buckets and block sizes whose rows would round differently: a product of
+    one row, and key blocks that differ between prefill and decode.
     """
 
     config: ModelConfig
@@ -78,7 +78,8 @@ class ProgramPlan:
 
 def table_width(max_model_len: int, page_size: int) -> int:
     """Page-table entries a sequence needs, rounded up to whole key blocks."""
-    step = max(AttentionBlocks().prefill_keys, page_size)
+    blocks = AttentionBlocks()
+    step = max(blocks.prefill_keys, blocks.decode_keys, page_size)
     return -(-max_model_len // step) * step // page_size
 
 

@@ -1,9 +1,8 @@
 """Paged attention in plain XLA: what CPUs run, and the reference for the Pallas kernels.
 
 Running max/sum softmax over blocks of keys (Milakov and Gimelshein, arXiv:1805.02867; FlashAttention,
-arXiv:2205.14135). Key blocks start at multiples of the block size whatever the chunk, and a masked block leaves
-max, sum and output bit for bit as they were: with blocks of one shape, a query's bits depend on its position
-alone.
+arXiv:2205.14135). Key blocks start at multiples of the block size whatever the chunk, so a query's reduction
+order depends on its position alone, and a masked block leaves max, sum and output bit for bit as they were.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ _MASKED = -1e30
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionBlocks:
-    """Block sizes in tokens. Without `decode_keys`, every query is in a block of exactly `prefill_queries`,
-    a decode as a chunk of one.
-    """
+    """Block sizes in tokens. Equal key blocks in both phases make a decode's bits equal to a prefill's."""
 
     prefill_queries: int = 256
     prefill_keys: int = 512
-    decode_keys: int | None = 128
+    decode_keys: int = 128
 
 
-# XLA:CPU rounds a row differently in products of different shapes, so all queries go through those of one.
-BATCH_INVARIANT_BLOCKS = AttentionBlocks(prefill_queries=16, prefill_keys=128, decode_keys=None)
+BATCH_INVARIANT_BLOCKS = AttentionBlocks(prefill_keys=128)
+# XLA:CPU gives only large reductions to YNNPACK, which sums in another order than XLA's own loops: where bits
+# must not depend on the batch, none goes there.
+BATCH_INVARIANT_CPU_OPTIONS: dict[str, str | bool] = {"xla_cpu_experimental_ynn_fusion_type": ""}
 
 
 class _Running(NamedTuple):
@@ -72,12 +71,7 @@ def paged_attention(
         `[T, heads, head_dim]` in q's dtype; rows of padding are unspecified but finite.
     """
     run = _PagedAttention(pool, layer * pages, batch, window, scale, blocks, q)
-    out = jnp.zeros_like(run.q)
-    if blocks.decode_keys is None:
-        out = run.chunks(out, jnp.int32(0))
-    else:
-        out = run.chunks(run.decodes(out, max(blocks.decode_keys, run.page_size)), batch.counts[0])
-    return out[: q.shape[0]].astype(q.dtype)
+    return run.prefill(run.decode(jnp.zeros_like(run.q)))[: q.shape[0]].astype(q.dtype)
 
 
 class _PagedAttention:
@@ -102,9 +96,7 @@ class _PagedAttention:
         # pool before the loop.
         self.precision = lax.Precision.HIGHEST if pool.dtype == jnp.float32 else None
         self.first_row, self.batch, self.window, self.blocks = first_row, batch, window, blocks
-        self.q_block = blocks.prefill_queries
-        if blocks.decode_keys is not None:
-            self.q_block = min(self.q_block, q.shape[0])
+        self.q_block = min(blocks.prefill_queries, q.shape[0])
         # The last block of a chunk may reach past the batch: give it rows of its own to spill into.
         self.q = jnp.pad(q.astype(jnp.float32) * scale, ((0, self.q_block), (0, 0), (0, 0)))
 
@@ -130,10 +122,11 @@ class _PagedAttention:
         distance = positions[:, None] - key[None, :]
         return (distance >= 0) & (distance < self.window)
 
-    def decodes(self, out: jax.Array, keys: int) -> jax.Array:
+    def decode(self, out: jax.Array) -> jax.Array:
         """One query a sequence. All heads share one product over whole cache rows, each row of q zero
         outside its head: more arithmetic, but the keys are read as they lie, and reading them is what a
         decode costs."""
+        keys = max(self.blocks.decode_keys, self.page_size)
         spread, pick = self._head_masks()
 
         def one(index: jax.Array, out: jax.Array) -> jax.Array:
@@ -151,30 +144,36 @@ class _PagedAttention:
                     lambda p: jnp.einsum("rk,ke->re", p, kv, precision=self.precision),
                 )
 
-            start = _empty((self.heads,), self.width)
+            start = _empty((q.shape[0],), self.width)
             run = lax.fori_loop(self._first_block(position, keys), position // keys + 1, body, start)
-            rows = (run.out / run.total[:, None]).reshape(self.heads, 2 * self.kv_heads, self.head_dim)
+            rows = (run.out / run.total[:, None])[: self.heads].reshape(
+                self.heads, 2 * self.kv_heads, self.head_dim
+            )
             picked = jnp.where(pick[:, :, None], rows, 0).sum(axis=1)
             return lax.dynamic_update_index_in_dim(out, picked, index, 0)
 
         return lax.fori_loop(0, self.batch.counts[0], one, out)
 
     def _head_masks(self) -> tuple[jax.Array, jax.Array]:
-        """`[heads, 2 * kv_heads]`: where a query head's key lies in a cache row, and where its value lies."""
+        """`[rows, 2 * kv_heads]`: where a query head's key lies in a cache row, and where its value lies.
+
+        A single head gets a second row, for a product of one row rounds differently from those of more.
+        """
         head = jnp.arange(self.heads) // self.group
         column = jnp.arange(2 * self.kv_heads)
         spread = (column[None, :] == 2 * head[:, None]).astype(jnp.float32)
-        return spread, column[None, :] == 2 * head[:, None] + 1
+        pick = column[None, :] == 2 * head[:, None] + 1
+        return jnp.pad(spread, ((0, int(self.heads == 1)), (0, 0))), pick
 
-    def chunks(self, out: jax.Array, first: jax.Array) -> jax.Array:
-        """The sequences from `first` on, a block of queries at a time against its causal key blocks only."""
+    def prefill(self, out: jax.Array) -> jax.Array:
+        """Chunks of several queries, a block of queries at a time against its causal key blocks only."""
 
         def one(index: jax.Array, out: jax.Array) -> jax.Array:
             seq = self._sequence(index)
             blocks = (seq.q_len + self.q_block - 1) // self.q_block
             return lax.fori_loop(0, blocks, lambda i, out: self._query_block(seq, i, out), out)
 
-        return lax.fori_loop(first, self.batch.counts[1], one, out)
+        return lax.fori_loop(self.batch.counts[0], self.batch.counts[1], one, out)
 
     def _query_block(self, seq: _Sequence, index: jax.Array, out: jax.Array) -> jax.Array:
         keys = max(self.blocks.prefill_keys, self.page_size)

@@ -13,7 +13,12 @@ import numpy as np
 
 from jkv.kernels.batch import StepBatch
 from jkv.kernels.kv_pool import PoolShape, stored_dtype, to_stored
-from jkv.kernels.xla_attention import AttentionBlocks, paged_attention
+from jkv.kernels.xla_attention import (
+    BATCH_INVARIANT_BLOCKS,
+    BATCH_INVARIANT_CPU_OPTIONS,
+    AttentionBlocks,
+    paged_attention,
+)
 
 NO_WINDOW = int(np.iinfo(np.int32).max)
 MAX_TOKENS = 1024
@@ -151,7 +156,8 @@ def _compiled(shape: Shape, blocks: AttentionBlocks) -> Callable[..., jax.Array]
             blocks=blocks,
         )
 
-    return jax.jit(run)
+    options = BATCH_INVARIANT_CPU_OPTIONS if blocks == BATCH_INVARIANT_BLOCKS else {}
+    return jax.jit(run, compiler_options=options)
 
 
 def _poisoned_pool(shape: Shape, chunks: Sequence[Chunk]) -> jax.Array:
