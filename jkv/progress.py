@@ -29,6 +29,7 @@ class ProgressLine:
         self._stage = ""
         self._logged_at = 0.0
         self._held_back = ""
+        self._drawn = False  # the terminal's cursor stands behind a message
         self._closed = False
 
     def __call__(self, message: str) -> None:
@@ -38,7 +39,9 @@ class ProgressLine:
             stage = message.split(" ", 1)[0]
             before, self._stage = self._stage, stage
             if self._terminal is not None:
-                self._draw(self._terminal, message, below=before not in ("", stage))
+                if before != stage:
+                    self._end_line()
+                self._draw(self._terminal, message)
                 return
             now, self._held_back = self._clock(), message
             if before != stage or now - self._logged_at >= self._every_s:
@@ -51,13 +54,24 @@ class ProgressLine:
             if self._closed:
                 return
             self._closed = True
+            self._end_line()
             if self._held_back:
                 self._log(self._held_back)
-            elif self._terminal is not None and self._stage:
-                self._terminal.write("\n")
-                self._terminal.flush()
 
-    def _draw(self, terminal: TextIO, message: str, *, below: bool) -> None:
+    def make_room(self, record: object) -> bool:
+        """A filter for the log handlers of the same terminal: what they write starts on a line of its own."""
+        with self._lock:
+            self._end_line()
+        return True
+
+    def _draw(self, terminal: TextIO, message: str) -> None:
         width = shutil.get_terminal_size().columns - 1  # a full line would wrap and stay
-        terminal.write(("\n" if below else "\r\x1b[K") + message[:width])
+        terminal.write(f"\r\x1b[K{message[:width]}")
         terminal.flush()
+        self._drawn = True
+
+    def _end_line(self) -> None:
+        if self._terminal is not None and self._drawn:
+            self._terminal.write("\n")
+            self._terminal.flush()
+        self._drawn = False

@@ -112,8 +112,12 @@ def _set_up_logging(config: ServeConfig) -> None:
 
 
 def _progress() -> ProgressLine:
-    shown = log.isEnabledFor(logging.INFO) and sys.stderr.isatty()
-    return ProgressLine(log.info, sys.stderr if shown else None)
+    if not (log.isEnabledFor(logging.INFO) and sys.stderr.isatty()):
+        return ProgressLine(log.info, None)
+    progress = ProgressLine(log.info, sys.stderr)
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(progress.make_room)
+    return progress
 
 
 def _prepare_environment() -> None:

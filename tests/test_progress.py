@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import logging
 
 import pytest
 
@@ -18,6 +19,20 @@ def test_a_terminal_gets_one_updating_line_for_each_stage() -> None:
     progress.close()
     shown = [line.split("\r\x1b[K")[-1] for line in terminal.getvalue().split("\n")]
     assert shown == ["loading 100%", "loaded in 2 s", "compiling 2/2", ""]
+
+
+def test_what_is_logged_meanwhile_gets_a_line_of_its_own() -> None:
+    terminal = io.StringIO()
+    progress = ProgressLine(pytest.fail, terminal)
+    logger = logging.Logger("test")
+    logger.addHandler(handler := logging.StreamHandler(terminal))
+    handler.addFilter(progress.make_room)
+    progress("loading 1%")
+    logger.warning("careful")
+    progress("loading 2%")
+    progress.close()
+    logger.warning("done")
+    assert terminal.getvalue() == "\r\x1b[Kloading 1%\ncareful\n\r\x1b[Kloading 2%\ndone\n"
 
 
 def test_a_line_is_never_wider_than_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
