@@ -12,6 +12,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +59,13 @@ def cache_files(directory: Path) -> set[str]:
     return {path.name for path in directory.iterdir() if path.name.endswith("-cache")}
 
 
-def test_first_start_then_a_second_from_the_compile_cache(tmp_path: Path) -> None:
-    cache = tmp_path / "xla"
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A compile cache of this module's own."""
+    return tmp_path_factory.mktemp("xla")
+
+
+def test_first_start_then_a_second_from_the_compile_cache(tmp_path: Path, cache: Path) -> None:
     directories = [tmp_path / name for name in ("first", "second")]
     for directory in directories:
         directory.mkdir()
@@ -142,40 +148,47 @@ def test_the_log_is_short_plain_lines(tiny: Server) -> None:
     assert "\x1b" not in tiny.stderr
 
 
-def test_a_converted_checkpoint_serves_the_same_tokens_and_a_terminal_sees_progress(tmp_path: Path) -> None:
+def test_a_converted_checkpoint_serves_the_same_tokens_and_a_terminal_sees_progress(
+    tmp_path: Path, cache: Path
+) -> None:
     out = tmp_path / "converted"
     done = run("jkv.convert", "--model", str(TINY), "--out", str(out))
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"wrote {out} in ")
-    ours, theirs = pty.openpty()
-    seen: list[bytes] = []
-    reader = threading.Thread(target=lambda: seen.extend(_read_all(ours)), daemon=True)
-    try:
-        with serving(tmp_path, "--model", str(out), *FLAGS, stderr=theirs) as server:
-            os.close(theirs)
-            reader.start()
-            answers_as_expected(server)
-        reader.join(10)
-    finally:
-        os.close(ours)
-    shown = b"".join(seen).decode()
-    screen = [line.split("\r\x1b[K")[-1] for line in shown.replace("\r\n", "\n").split("\n")]
+    variables = {"JAX_COMPILATION_CACHE_DIR": str(cache)}
+    with (
+        terminal() as (end, shown),
+        serving(tmp_path, "--model", str(out), *FLAGS, stderr=end, **variables) as server,
+    ):
+        answers_as_expected(server)
+    screen = [line.split("\r\x1b[K")[-1] for line in "".join(shown).replace("\r\n", "\n").split("\n")]
     assert any(line.startswith("loaded weights in ") for line in screen)
     compiling = [line for line in screen if line.startswith("compiled ")]
     assert len(compiling) == 1, "one line, overwritten"
     assert re.fullmatch(r"compiled \d+ programs in \d+\.\d s", compiling[0])
-    assert shown.count("\r\x1b[Kcompiled ") > 5
+    assert "".join(shown).count("\r\x1b[Kcompiled ") > 5
 
 
-def _read_all(terminal: int) -> list[bytes]:
-    """What is written to a terminal until its other end is closed, which reads as an error."""
-    chunks: list[bytes] = []
+@contextmanager
+def terminal() -> Iterator[tuple[int, list[str]]]:
+    """A terminal for a process to write to, and what it has written; printed too, for a test that fails."""
+    ours, theirs = pty.openpty()
+    shown: list[str] = []
+
+    def read() -> None:
+        with suppress(OSError):  # when the last writer has closed it
+            while data := os.read(ours, 65536):
+                shown.append(data.decode())
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
     try:
-        while data := os.read(terminal, 65536):
-            chunks.append(data)
-    except OSError:
-        pass
-    return chunks
+        yield theirs, shown
+    finally:
+        os.close(theirs)
+        reader.join(10)
+        os.close(ours)
+        print("".join(shown))
 
 
 def fails(status: int, *words: str, flags: tuple[str, ...]) -> None:
