@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,8 +22,10 @@ from jkv.engine.programs import Program, ProgramPlan, programs, table_width
 from jkv.engine.request import EngineInfo
 from jkv.engine.runner import Runner
 from jkv.engine.scheduler import Limits, Scheduler
+from jkv.engine.sizing import plan_l1
 from jkv.errors import ConfigError
 from jkv.kernels.kv_pool import PoolShape, stored_dtype
+from jkv.kernels.xla_attention import BATCH_INVARIANT_CPU_OPTIONS
 from jkv.models.config import ModelConfig
 from jkv.models.params import load_params
 from jkv.models.resolve import Checkpoint, cached_orbax, open_checkpoint, resolve_model
@@ -32,11 +33,7 @@ from jkv.paths import cache_dir
 from jkv.text.chat import ChatTemplate
 from jkv.text.tokenizer import Tokenizer
 
-_CPU_L1_BYTES = GIB
-# What XLA keeps for itself beside the programs' temporaries: alignment, streams, collectives.
-_DEVICE_RESERVE = 0.02
 _COMPILE_THREADS = 2
-_MEMINFO = Path("/proc/meminfo")
 
 Progress = Callable[[str], None]
 
@@ -105,7 +102,7 @@ def build_from_checkpoint(
         batch_invariant=config.batch_invariant,
         unroll_layers=_on_cpu(),
     )
-    plan = dataclasses.replace(plan, pool=dataclasses.replace(plan.pool, pages=l1_pages(config, plan)))
+    plan = dataclasses.replace(plan, pool=dataclasses.replace(plan.pool, pages=plan_l1(config, plan)))
     l1_gib = plan.pool.pages * plan.pool.page_bytes / GIB
     progress(f"L1 has {plan.pool.pages} pages of {config.page_size} tokens, {l1_gib:.2f} GiB")
     compiled = compile_programs(plan, progress)
@@ -148,7 +145,7 @@ def use_compilation_cache() -> None:
     """Keeps compiled programs on disk, so that only the first start compiles: where JAX_COMPILATION_CACHE_DIR
     says, else in jkv's cache.
     """
-    if jax.config.jax_compilation_cache_dir is None:
+    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -172,55 +169,7 @@ def compile_programs(plan: ProgramPlan, progress: Progress) -> dict[str, Callabl
 
 
 def _compiler_options(plan: ProgramPlan) -> dict[str, str | bool]:
-    """XLA:CPU gives only large reductions to YNNPACK, which sums in another order than XLA's own loops: where
-    bits must not depend on the batch, none goes there.
-    """
-    return {"xla_cpu_experimental_ynn_fusion_type": ""} if plan.batch_invariant and _on_cpu() else {}
-
-
-def l1_pages(config: ServeConfig, plan: ProgramPlan) -> int:
-    """Pages of L1: as the flags say, else what the device has left, else (CPU) a GiB.
-
-    Raises:
-        ConfigError: they do not fit.
-    """
-    page_bytes = plan.pool.page_bytes
-    available = _available_bytes(plan)
-    if config.l1_pages is not None:
-        flag, pages = f"--l1-pages {config.l1_pages}", config.l1_pages
-    elif config.l1_bytes is not None:
-        flag, pages = f"--l1-gib {config.l1_bytes / GIB:g}", config.l1_bytes // page_bytes
-    else:
-        flag, pages = (
-            "the L1 cache",
-            (min(_CPU_L1_BYTES, available) if _on_cpu() else available) // page_bytes,
-        )
-    if pages < 1:
-        raise ConfigError(
-            f"{flag}: a page takes {page_bytes} bytes, so L1 needs at least that; it would hold none"
-        )
-    if pages * page_bytes > available:
-        raise ConfigError(
-            f"{flag}: {pages * page_bytes} bytes asked, {available} bytes available on the device"
-        )
-    return pages
-
-
-def _available_bytes(plan: ProgramPlan) -> int:
-    if _on_cpu():
-        return _host_available()
-    stats = jax.local_devices()[0].memory_stats() or {}
-    left = stats["bytes_limit"] - stats["bytes_in_use"]
-    largest = list(programs(plan))[-1].lower().compile().memory_analysis()
-    temporaries = largest.temp_size_in_bytes + largest.generated_code_size_in_bytes
-    return int(left * (1 - _DEVICE_RESERVE)) - temporaries
-
-
-def _host_available() -> int:
-    if not _MEMINFO.exists():  # macOS, which tells only what there is in all
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    fields = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
-    return int(fields["MemAvailable"].split()[0]) * 1024
+    return BATCH_INVARIANT_CPU_OPTIONS if plan.batch_invariant and _on_cpu() else {}
 
 
 def _max_model_len(config: ServeConfig, model: ModelConfig) -> int:

@@ -1,0 +1,69 @@
+"""Models by their shapes, and plans of the programs that an engine would run them with."""
+
+from __future__ import annotations
+
+from jkv.engine.programs import ProgramPlan, table_width
+from jkv.kernels.kv_pool import PoolShape, stored_dtype
+from jkv.models.config import ModelConfig, RopeConfig
+
+SMOLLM2 = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=49152,
+    hidden_size=576,
+    intermediate_size=1536,
+    num_layers=30,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    max_position=8192,
+    rms_norm_eps=1e-5,
+    rope=RopeConfig(theta=100_000),
+    windows=(None,) * 30,
+    tie_embeddings=True,
+)
+
+LLAMA3_8B = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    max_position=8192,
+    rms_norm_eps=1e-5,
+    rope=RopeConfig(theta=500_000),
+    windows=(None,) * 32,
+    tie_embeddings=False,
+)
+
+
+def plan_of(
+    config: ModelConfig,
+    *,
+    dtype: str,
+    pages: int,
+    page_size: int = 64,
+    max_num_seqs: int = 16,
+    max_batched_tokens: int = 512,
+    platform: str = "cpu",
+) -> ProgramPlan:
+    """The plan that `jkv.engine.build` makes for a platform: layers unrolled on CPU, under scan elsewhere."""
+    return ProgramPlan(
+        config=config,
+        dtype=dtype,
+        pool=PoolShape(
+            layers=config.num_layers,
+            pages=pages,
+            page_size=page_size,
+            kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=stored_dtype(dtype, platform),
+        ),
+        max_num_seqs=max_num_seqs,
+        max_batched_tokens=max_batched_tokens,
+        table_width=table_width(config.max_position, page_size),
+        batch_invariant=False,
+        unroll_layers=platform == "cpu",
+    )

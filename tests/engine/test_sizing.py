@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import pytest
+
+from jkv.config import GIB, ServeConfig
+from jkv.engine import sizing
+from jkv.engine.programs import ProgramPlan, programs
+from jkv.engine.sizing import Memory, ProgramBytes, device_memory, host_memory, l1_pages, left_for_l1
+from jkv.errors import ConfigError
+from tests.engine.plans import SMOLLM2, plan_of
+
+_PAGE = 1000
+_MEMORY = Memory(available=50_500, default=20_900)
+
+
+@pytest.mark.parametrize(
+    ("flags", "pages"),
+    [
+        ({}, 20),
+        ({"l1_pages": 1}, 1),
+        ({"l1_pages": 50}, 50),
+        ({"l1_gib": 50_500 / GIB}, 50),
+        ({"l1_gib": 1_999 / GIB}, 1),
+    ],
+)
+def test_pages_are_what_the_flags_ask_or_the_default_holds(flags: dict[str, Any], pages: int) -> None:
+    assert l1_pages(ServeConfig(**flags), _PAGE, _MEMORY) == pages
+
+
+@pytest.mark.parametrize(
+    ("flags", "memory", "told"),
+    [
+        (
+            {"l1_pages": 51},
+            _MEMORY,
+            ["--l1-pages 51", "51000 bytes", "50500 bytes available"],
+        ),
+        ({"l1_gib": 1.0}, _MEMORY, ["--l1-gib 1:", "1073741000 bytes", "50500 bytes available"]),
+        ({"l1_gib": 999 / GIB}, _MEMORY, ["--l1-gib", "no page", "1000 bytes", "50500 bytes available"]),
+        (
+            {},
+            Memory(available=999, default=999),
+            ["--l1-gib not given", "no page", "999 bytes available"],
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_flag_and_bytes(
+    flags: dict[str, Any], memory: Memory, told: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        l1_pages(ServeConfig(**flags), _PAGE, memory)
+    assert all(part in str(refused.value) for part in told), str(refused.value)
+
+
+def test_programs_leave_room_for_one_running_and_for_the_code_of_all() -> None:
+    largest = [
+        ProgramBytes(temporaries=300, outputs=20, code=7),
+        ProgramBytes(temporaries=100, outputs=400, code=5),
+    ]
+    assert left_for_l1(100_000, 1_000, largest, programs=10) == 98_000 - 1_000 - 500 - 70
+    assert left_for_l1(1_000, 1_000, largest, programs=10) == 0
+
+
+def test_a_device_gives_what_its_allocator_and_the_compiler_leave(
+    monkeypatch: pytest.MonkeyPatch, tiny_plan: ProgramPlan
+) -> None:
+    stats = {"bytes_limit": 10 * GIB, "bytes_in_use": GIB, "peak_bytes_in_use": 2 * GIB}
+    _device(monkeypatch, stats)
+    memory = device_memory(tiny_plan)
+    largest = [p for p in programs(tiny_plan) if p.name in ("step/2", "sample/2")]
+    needed = [m.temp_size_in_bytes for m in (p.lower().compile().memory_analysis() for p in largest) if m]
+    assert len(needed) == 2
+    assert min(needed) > 0
+    used = int(9 * GIB * 0.98) - memory.available
+    assert used >= max(needed) + sizing.state_bytes(tiny_plan)
+    # Weights are in `bytes_in_use` and the pool is what is being sized: neither counts twice.
+    assert used < 16 * 2**20
+    assert memory.default == memory.available
+
+
+@pytest.mark.parametrize("stats", [None, {}])
+def test_a_device_that_does_not_tell_its_memory_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tiny_plan: ProgramPlan, stats: dict[str, int] | None
+) -> None:
+    _device(monkeypatch, stats)
+    with pytest.raises(ConfigError, match="--l1-gib: cpu devices do not tell"):
+        device_memory(tiny_plan)
+
+
+def test_the_host_gives_a_gib_unless_it_has_less(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    monkeypatch.setattr(sizing, "_MEMINFO", meminfo)
+    meminfo.write_text("MemTotal:       24 kB\nMemAvailable:   17 kB\nHugePages_Total:       0\n")
+    assert host_memory() == Memory(available=17 * 1024, default=17 * 1024)
+    meminfo.write_text(f"MemAvailable: {3 * 2**20} kB\n")
+    assert host_memory() == Memory(available=3 * GIB, default=GIB)
+    monkeypatch.setattr(sizing, "_MEMINFO", tmp_path / "none")
+    monkeypatch.setattr(sizing.os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 10}.__getitem__)
+    assert host_memory() == Memory(available=40960, default=40960)
+
+
+def test_sampler_state_counts_every_slot_of_the_vocabulary(tiny_plan: ProgramPlan) -> None:
+    slots, vocab = tiny_plan.max_num_seqs, tiny_plan.config.vocab_size
+    assert sizing.state_bytes(tiny_plan) == slots * 4 + slots * vocab * (4 + 1 + 4)
+
+
+@pytest.fixture
+def tiny_plan() -> ProgramPlan:
+    config = dataclasses.replace(
+        SMOLLM2, vocab_size=512, hidden_size=64, intermediate_size=96, num_layers=2, windows=(None, None)
+    )
+    return plan_of(config, dtype="float32", pages=1, max_num_seqs=2, max_batched_tokens=2)
+
+
+def _device(monkeypatch: pytest.MonkeyPatch, stats: dict[str, int] | None) -> None:
+    monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(memory_stats=lambda: stats)])
