@@ -90,7 +90,8 @@ class EngineLoop:
                     retry_after_s=min(max(self._finish_interval, low), high),
                 )
             self._alive += 1
-        self._inbox.put(("submit", ticket))
+            # Under the lock, so that it comes before the "stop" that follows `close`.
+            self._inbox.put(("submit", ticket))
         return ticket
 
     def abort(self, ticket: Ticket) -> None:
