@@ -44,6 +44,7 @@ def plan_of(
     *,
     dtype: str,
     pages: int,
+    kv_dtype: str | None = None,
     page_size: int = 64,
     max_num_seqs: int = 16,
     max_batched_tokens: int = 512,
@@ -59,7 +60,7 @@ def plan_of(
             page_size=page_size,
             kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-            dtype=stored_dtype(dtype, platform),
+            dtype=stored_dtype(kv_dtype or dtype, platform),
         ),
         max_num_seqs=max_num_seqs,
         max_batched_tokens=max_batched_tokens,
@@ -67,3 +68,11 @@ def plan_of(
         batch_invariant=False,
         unroll_layers=platform == "cpu",
     )
+
+
+# Of real depth, for under scan layers cost no time to compile.
+TPU_PLANS = {
+    "smollm2": plan_of(SMOLLM2, dtype="bfloat16", pages=1024, platform="tpu"),
+    "smollm2-float32-kv": plan_of(SMOLLM2, dtype="bfloat16", kv_dtype="float32", pages=1024, platform="tpu"),
+    "llama3-8b": plan_of(LLAMA3_8B, dtype="bfloat16", pages=1024, platform="tpu"),
+}

@@ -1,0 +1,54 @@
+"""Compiles programs of `tests.engine.plans.TPU_PLANS` for a TPU that need not be there, and prints what each
+needs as a JSON line: `python -m tests.engine.compile_for_tpu PLAN PROGRAM ...`.
+
+A process of its own, for libtpu reads its environment (`ENVIRONMENT`, and TPU_LIBRARY_PATH) when jax starts.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+
+from jkv.engine.programs import Program, programs
+from tests.engine.plans import TPU_PLANS
+
+# A slice of four chips, the smallest there is; programs are compiled for the first.
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "JAX_ENABLE_COMPILATION_CACHE": "false",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v6e-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+}
+_TOPOLOGY = "v6e:2x2"
+
+
+def main(plan: str, *names: str) -> None:
+    chip = topologies.get_topology_desc(platform="tpu", topology_name=_TOPOLOGY).devices[0]
+    sharding = SingleDeviceSharding(chip)
+    wanted = [p for p in programs(TPU_PLANS[plan]) if p.name in names]
+    with ThreadPoolExecutor(2) as pool:
+        for line in pool.map(lambda p: json.dumps(needs(p, sharding)), wanted):
+            print(line, flush=True)
+
+
+def needs(program: Program, sharding: SingleDeviceSharding) -> dict[str, str | int]:
+    def placed(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    memory = program.lower(jax.tree.map(placed, program.args)).compile().memory_analysis()
+    assert memory is not None
+    return {
+        "program": program.name,
+        "alias": memory.alias_size_in_bytes,
+        "temporaries": memory.temp_size_in_bytes,
+    }
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
