@@ -40,3 +40,7 @@ class OverloadedError(JkvError):
 
 class ShuttingDownError(JkvError):
     """The server drains and takes no new requests (gRPC UNAVAILABLE, HTTP 503)."""
+
+
+class EngineFailedError(JkvError):
+    """The engine failed in a way it cannot recover from; the process should end and be started again."""

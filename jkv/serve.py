@@ -15,7 +15,7 @@ from jkv.api.grpc_server import GrpcServer, join_address
 from jkv.api.prompt import Backend
 from jkv.config import GIB, ServeConfig, parse_config
 from jkv.engine.request import Generator
-from jkv.errors import ConfigError, JkvError
+from jkv.errors import ConfigError, EngineFailedError, JkvError
 from jkv.progress import ProgressLine
 from jkv.text.chat import ChatTemplate
 from jkv.text.tokenizer import Tokenizer
@@ -32,6 +32,10 @@ class RunningEngine(Generator, Protocol):
 
     async def drain(self, timeout: float) -> None:
         """Refuse new requests, end once the running ones are done; cancel them after `timeout` seconds."""
+        ...
+
+    async def ended(self) -> None:
+        """Return when the engine has stopped by itself, which is a failure, or has been drained."""
         ...
 
 
@@ -73,7 +77,7 @@ async def serve(config: ServeConfig, build: Build) -> None:
     loading cannot be interrupted.
 
     Raises:
-        JkvError: the address or the model cannot be used.
+        JkvError: the address or the model cannot be used, or the engine failed for good.
     """
     stopping = _stop_on_signals()
     server = GrpcServer()
@@ -99,7 +103,12 @@ async def serve(config: ServeConfig, build: Build) -> None:
         )
     )
     _announce(f"ready: {built.served_name} on {address}")
-    await stopping.wait()
+    # ended() gives no result, as stopping does not: which came first shows in the event.
+    await _unless(stopping, asyncio.ensure_future(built.engine.ended()))
+    if not stopping.is_set():
+        await server.close()
+        await server.stop()
+        raise EngineFailedError("the engine cannot go on; the log says why")
     log.info("draining for at most %g s", config.drain_timeout)
     await server.close()
     await built.engine.drain(config.drain_timeout)

@@ -34,6 +34,9 @@ class Engine:
     info = INFO
     def __init__(self):
         self.running, self.cancelled = 0, asyncio.Event()
+    async def ended(self):
+        await asyncio.Event().wait()
+
     async def drain(self, timeout):
         print("drains", timeout, flush=True)
         end = time.monotonic() + timeout

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 from jkv.engine.loop import EngineLoop
 from jkv.engine.request import EngineInfo, EngineRequest, TokenOutput
@@ -34,7 +34,7 @@ class Engine:
         """Starts the engine's thread."""
         self._loop.start()
 
-    async def generate(self, request: EngineRequest) -> AsyncIterator[TokenOutput]:
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenOutput, None]:
         """See `Generator.generate`."""
         self._check(request)
         loop = asyncio.get_running_loop()
@@ -56,6 +56,11 @@ class Engine:
         finally:
             if not finished:
                 self._loop.abort(ticket)
+
+    async def ended(self) -> None:
+        """Returns when the engine has stopped; without `drain`, that is a failure it did not survive."""
+        while self._loop.running:
+            await asyncio.sleep(_POLL_S)
 
     async def drain(self, timeout: float) -> None:
         """Takes no new requests, waits up to `timeout` seconds for those that run, cancels the rest and

@@ -115,17 +115,33 @@ class EngineLoop:
         self._inbox.put(("stop", None))
         self._thread.join()
 
+    @property
+    def running(self) -> bool:
+        """False once the thread has ended, after `stop` or because it could not go on."""
+        return self._thread.is_alive()
+
     def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception:
+            _log.critical("the engine cannot go on", exc_info=True)
+            self.close()
+            self._take_inbox(block=False)  # requests that came just before are answered as well
+            for seq in list(self._tickets):
+                self._close_ticket(seq, FinishReason.ERROR, None, "the engine failed")
+
+    def _serve(self) -> None:
         pending: Pending | None = None
         while not self._stopping:
             idle = pending is None and self._scheduler.idle
             if idle:
-                self._check_now_and_then()
                 _log.debug("idle, %s", describe_l1(self._stats.l1))
             self._take_inbox(block=idle)
             if idle:
                 self._report.resume(time.monotonic())
             try:
+                if idle:
+                    self._check_now_and_then()
                 pending = self._turn(pending)
             except Exception:
                 _log.exception("a step failed; its requests end with an error and the L1 cache starts empty")

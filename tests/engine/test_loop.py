@@ -68,6 +68,21 @@ def test_a_failed_step_ends_its_requests_and_the_engine_serves_on(
     assert bench.one(r).cached == 64
 
 
+def test_an_engine_that_cannot_recover_answers_everyone_and_says_so(
+    own: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory() -> None:
+        raise Fault("no memory for a new pool")
+
+    monkeypatch.setattr(own.runner, "reset", no_memory)
+    fail_once(own, monkeypatch, step=2, reading=False)
+    outcomes = own.run(*[request(random_prompt(i, 70), 12) for i in range(7)])
+    assert {o.finish_reason for o in outcomes} == {FinishReason.ERROR}
+    asyncio.run(asyncio.wait_for(own.engine.ended(), 5))
+    with pytest.raises(ShuttingDownError):
+        own.one(request(random_prompt(1, 10), 1))
+
+
 def test_a_full_queue_refuses_and_then_takes_requests_again(tiny: Tiny) -> None:
     bench = tiny(max_queue=2)
     requests = [request(random_prompt(i, 10), 100) for i in range(9)]
@@ -155,6 +170,7 @@ def test_drain_lets_running_requests_finish(own: Bench) -> None:
 
 def test_drain_cancels_what_takes_too_long(own: Bench) -> None:
     outcome = asyncio.run(_drain_while(own, request(random_prompt(1, 10), 1000), 0.05))
+    assert not own.loop.running
     assert outcome.finish_reason is FinishReason.CANCELLED
     assert "shut down" in outcome.error
     assert 0 < len(outcome.tokens) < 1000
