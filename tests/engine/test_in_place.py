@@ -1,4 +1,4 @@
-"""On CPU too, no program copies what it is given to update: a copy of the pool would cost more than a decode."""
+"""On CPU too, no program copies what it is given to update: one copy of the pool costs more than a decode."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ _TINY = dataclasses.replace(
 _FLOAT32 = plan_of(_TINY, dtype="float32", pages=4096, max_num_seqs=2, max_batched_tokens=32)
 _PLANS = {
     "float32": _FLOAT32,
-    "batch invariant": dataclasses.replace(_FLOAT32, batch_invariant=True),
     "bfloat16 kv": plan_of(
         _TINY, dtype="float32", kv_dtype="bfloat16", pages=4096, max_num_seqs=2, max_batched_tokens=32
     ),
@@ -24,7 +23,7 @@ _PLANS = {
 
 @pytest.mark.parametrize(
     ("plan", "tokens"),
-    [(name, tokens) for name, plan in _PLANS.items() for tokens in plan.token_buckets],
+    [*(("float32", tokens) for tokens in _FLOAT32.token_buckets), ("bfloat16 kv", 1), ("bfloat16 kv", 32)],
 )
 def test_a_step_of_any_bucket_writes_the_pool_in_place(plan: str, tokens: int) -> None:
     pool = _PLANS[plan].pool
@@ -45,6 +44,4 @@ def _needs(plan: ProgramPlan, name: str) -> tuple[int, int]:
     program = next(p for p in programs(plan) if p.name == name)
     memory = program.lower().compile().memory_analysis()
     assert memory is not None
-    # The size of one more copy must be told from everything else.
-    assert plan.pool.pages * plan.pool.page_bytes > 2**27
     return memory.alias_size_in_bytes, memory.temp_size_in_bytes
