@@ -142,7 +142,7 @@ async def _pump(
     generator: Generator, request: EngineRequest, stream: SequenceStream, news: asyncio.Event
 ) -> None:
     try:
-        async with aclosing(generator.generate(request)) as outputs:  # pyright: ignore[reportArgumentType]
+        async with aclosing(generator.generate(request)) as outputs:
             async for output in outputs:
                 stream.push(output)
                 news.set()

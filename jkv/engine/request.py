@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
@@ -131,8 +131,8 @@ class Generator(Protocol):
     @property
     def info(self) -> EngineInfo: ...
 
-    def generate(self, request: EngineRequest) -> AsyncIterator[TokenOutput]:
-        """Stream a request's tokens; closing the iterator cancels it and frees its pages at the next step.
+    def generate(self, request: EngineRequest) -> AsyncGenerator[TokenOutput, None]:
+        """Stream a request's tokens; closing the generator cancels it and frees its pages at the next step.
 
         Raises:
             InvalidRequestError: it can never fit L1 or `max_model_len`.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
@@ -74,7 +74,7 @@ class ScriptedGenerator:
         self.closed: list[str] = []
         self.any_closed = asyncio.Event()
 
-    async def generate(self, request: EngineRequest) -> AsyncIterator[TokenOutput]:
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenOutput, None]:
         self.requests.append(request)
         try:
             if self.failure is not None:

@@ -6,9 +6,8 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -61,7 +60,7 @@ async def play(bench: Bench, plan: Plan) -> list[TokenOutput]:
     outputs: list[TokenOutput] = []
 
     async def read() -> None:
-        stream = cast(AsyncGenerator[TokenOutput], bench.engine.generate(plan.request))
+        stream = bench.engine.generate(plan.request)
         async with contextlib.aclosing(stream):
             async for output in stream:
                 outputs.append(output)
