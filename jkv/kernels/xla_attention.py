@@ -22,17 +22,24 @@ _MASKED = -1e30
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionBlocks:
-    """Block sizes in tokens. Equal key blocks in both phases make a decode's bits equal to a prefill's."""
+    """Block sizes in tokens. A decode's bits equal a prefill's where key blocks are equal and both run the
+    prefill's products (`one_path`).
+    """
 
     prefill_queries: int = 256
     prefill_keys: int = 512
     decode_keys: int = 128
+    one_path: bool = False
 
 
-BATCH_INVARIANT_BLOCKS = AttentionBlocks(prefill_keys=128)
-# XLA:CPU gives only large reductions to YNNPACK, which sums in another order than XLA's own loops: where bits
-# must not depend on the batch, none goes there.
-BATCH_INVARIANT_CPU_OPTIONS: dict[str, str | bool] = {"xla_cpu_experimental_ynn_fusion_type": ""}
+BATCH_INVARIANT_BLOCKS = AttentionBlocks(prefill_keys=128, one_path=True)
+# Where bits must not depend on the batch, YNNPACK gets every product and no reduction. It sums a product of
+# two rows or more in one order whatever their number, if the right side is contracted over its last axis;
+# Eigen cuts long sums as the shape suggests. By default XLA:CPU gives YNNPACK large reductions as well, which
+# it sums in another order than XLA's loops sum small ones.
+BATCH_INVARIANT_CPU_OPTIONS: dict[str, str | bool] = {
+    "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
+}
 
 
 class _Running(NamedTuple):
@@ -126,6 +133,8 @@ class _PagedAttention:
         """One query a sequence. All heads share one product over whole cache rows, each row of q zero
         outside its head: more arithmetic, but the keys are read as they lie, and reading them is what a
         decode costs."""
+        if self.blocks.one_path:
+            return self._decode_as_prefill(out)
         keys = max(self.blocks.decode_keys, self.page_size)
         spread, pick = self._head_masks()
 
@@ -154,6 +163,15 @@ class _PagedAttention:
 
         return lax.fori_loop(0, self.batch.counts[0], one, out)
 
+    def _decode_as_prefill(self, out: jax.Array) -> jax.Array:
+        # Two rows, the second one discarded: a product of one row rounds differently.
+        return lax.fori_loop(
+            0,
+            self.batch.counts[0],
+            lambda i, out: self._query_block(self._sequence(i), 0, out, queries=2),
+            out,
+        )
+
     def _head_masks(self) -> tuple[jax.Array, jax.Array]:
         """`[rows, 2 * kv_heads]`: where a query head's key lies in a cache row, and where its value lies.
 
@@ -171,39 +189,37 @@ class _PagedAttention:
         def one(index: jax.Array, out: jax.Array) -> jax.Array:
             seq = self._sequence(index)
             blocks = (seq.q_len + self.q_block - 1) // self.q_block
-            return lax.fori_loop(0, blocks, lambda i, out: self._query_block(seq, i, out), out)
+            return lax.fori_loop(0, blocks, lambda i, out: self._query_block(seq, i, out, self.q_block), out)
 
         return lax.fori_loop(self.batch.counts[0], self.batch.counts[1], one, out)
 
-    def _query_block(self, seq: _Sequence, index: jax.Array, out: jax.Array) -> jax.Array:
+    def _query_block(self, seq: _Sequence, index: jax.Array | int, out: jax.Array, queries: int) -> jax.Array:
         keys = max(self.blocks.prefill_keys, self.page_size)
-        flat = seq.q_start + index * self.q_block
-        first = seq.kv_len - seq.q_len + index * self.q_block
-        q = lax.dynamic_slice_in_dim(self.q, flat, self.q_block, 0)
-        q = q.reshape(self.q_block, self.kv_heads, self.group, self.head_dim)
-        q = q.transpose(1, 0, 2, 3).reshape(self.kv_heads, self.q_block * self.group, self.head_dim)
-        positions = jnp.repeat(first + jnp.arange(self.q_block), self.group)
+        flat = seq.q_start + index * queries
+        first = seq.kv_len - seq.q_len + index * queries
+        q = lax.dynamic_slice_in_dim(self.q, flat, queries, 0)
+        q = q.reshape(queries, self.kv_heads, self.group, self.head_dim)
+        q = q.transpose(1, 0, 2, 3).reshape(self.kv_heads, queries * self.group, self.head_dim)
+        positions = jnp.repeat(first + jnp.arange(queries), self.group)
 
         def body(block: jax.Array, run: _Running) -> _Running:
             kv = self._load(seq, block, keys).reshape(keys, self.kv_heads, 2, self.head_dim)
-            k, v = kv[:, :, 0].transpose(1, 0, 2), kv[:, :, 1].transpose(1, 0, 2)
+            k, v = kv[:, :, 0].transpose(1, 0, 2), kv[:, :, 1].transpose(1, 2, 0)
             scores = jnp.einsum("hmd,hkd->hmk", q, k, precision=self.precision)
             seen = self._visible(block, keys, positions)
             return _accumulate(
                 run,
                 jnp.where(seen[None], scores, _MASKED),
-                lambda p: jnp.einsum("hmk,hkd->hmd", p, v, precision=self.precision),
+                lambda p: jnp.einsum("hmk,hdk->hmd", p, v, precision=self.precision),
             )
 
-        last = jnp.minimum(first + self.q_block, seq.kv_len) - 1
-        start = _empty((self.kv_heads, self.q_block * self.group), self.head_dim)
+        last = jnp.minimum(first + queries, seq.kv_len) - 1
+        start = _empty((self.kv_heads, queries * self.group), self.head_dim)
         run = lax.fori_loop(self._first_block(first, keys), last // keys + 1, body, start)
         rows = run.out / run.total[..., None]
-        rows = rows.reshape(self.kv_heads, self.q_block, self.group, self.head_dim).transpose(1, 0, 2, 3)
+        rows = rows.reshape(self.kv_heads, queries, self.group, self.head_dim).transpose(1, 0, 2, 3)
         # Rows past the chunk's end land on the next chunk's rows, which that chunk then overwrites.
-        return lax.dynamic_update_slice_in_dim(
-            out, rows.reshape(self.q_block, self.heads, self.head_dim), flat, 0
-        )
+        return lax.dynamic_update_slice_in_dim(out, rows.reshape(queries, self.heads, self.head_dim), flat, 0)
 
 
 def _empty(rows: tuple[int, ...], width: int) -> _Running:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.harness import Bench, build, tiny_checkpoint
+from tests.engine.harness import Bench, build, odd_checkpoint, tiny_checkpoint
 
 Tiny = Callable[..., Bench]
 # The same for all tests: another pool size would compile every program again.
@@ -13,11 +13,12 @@ _L1_TOKENS = 4096
 
 
 @pytest.fixture(scope="session")
-def shared_engines() -> Iterator[Tiny]:
+def shared_engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tiny]:
     built: dict[tuple[Any, ...], Bench] = {}
 
     def get(name: str = "llama3", page_size: int = 16, dialect: str = "config.json", **flags: Any) -> Bench:
-        checkpoint = tiny_checkpoint(name, dialect)
+        odd = name == "odd"
+        checkpoint = odd_checkpoint(tmp_path_factory.mktemp(name)) if odd else tiny_checkpoint(name, dialect)
         key = (name, checkpoint.config, page_size, *sorted(flags.items()))
         if key not in built:
             built[key] = build(checkpoint, page_size=page_size, l1_tokens=_L1_TOKENS, **flags)

@@ -9,10 +9,12 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from safetensors.numpy import save_file
 
 from jkv.cache.l1 import L1Pool
 from jkv.config import ServeConfig
@@ -21,6 +23,7 @@ from jkv.engine.engine import Engine
 from jkv.engine.request import EngineRequest, FinishReason, Logprob, SamplingParams, TokenOutput
 from jkv.models.forward import logits
 from jkv.models.hf_config import from_hf
+from jkv.models.params import tensor_names
 from jkv.models.resolve import Checkpoint
 from jkv.models.safetensors_source import SafetensorsSource
 from tests.models.golden import TINY, config_json
@@ -150,6 +153,21 @@ class Bench:
 
 def tiny_checkpoint(name: str, dialect: str = "config.json") -> Checkpoint:
     return Checkpoint(config=from_hf(config_json(name, dialect)), source=SafetensorsSource(TINY / name))
+
+
+def odd_checkpoint(directory: Path) -> Checkpoint:
+    """Random weights in sizes that XLA:CPU's products treat differently for few and for many rows: long sums,
+    cache rows wider than 512, head sizes that are no power of two.
+    """
+    odd = {"num_attention_heads": 7, "num_key_value_heads": 7, "head_dim": 72, "intermediate_size": 896}
+    config = from_hf({**config_json("llama3"), **odd, "hidden_size": 128, "num_hidden_layers": 2})
+    rng = np.random.default_rng(0)
+    tensors = {
+        name: (rng.standard_normal(shape) * (0.1 if len(shape) > 1 else 1.0)).astype(np.float32)
+        for name, shape in tensor_names(config, "float32").items()
+    }
+    save_file(tensors, str(directory / "model.safetensors"))
+    return Checkpoint(config=config, source=SafetensorsSource(directory))
 
 
 def build(checkpoint: Checkpoint, *, page_size: int, l1_tokens: int, **flags: Any) -> Bench:

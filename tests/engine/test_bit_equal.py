@@ -21,6 +21,7 @@ pytestmark = pytest.mark.parametrize(
         ("llama_mha_tied", 16),
         ("mistral_window", 8),
         ("mistral_window", 64),
+        ("odd", 16),
     ],
 )
 

@@ -16,7 +16,7 @@ from tests.engine.conftest import Tiny
 from tests.engine.harness import Bench, random_prompt, request
 
 _AT_ONCE = 48
-_PAGES = 24
+_PAGES = 14
 _SAMPLING: tuple[dict[str, Any], ...] = (
     {},
     {"temperature": 1.0, "seed": 1, "logprobs": False},
