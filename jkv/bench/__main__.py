@@ -15,6 +15,7 @@ from jkv.bench.drive import Target, connected
 from jkv.bench.options import TargetOptions
 from jkv.bench.report import Report, as_json, as_text
 from jkv.errors import JkvError
+from jkv.terminal import forget_stdout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        forget_stdout()
+        return 1
 
 
 async def _run(name: str, benchmark: _Benchmark, options: TargetOptions) -> int:
@@ -78,7 +82,7 @@ async def _run(name: str, benchmark: _Benchmark, options: TargetOptions) -> int:
         calibration = await asyncio.to_thread(calibrate)
         report = await benchmark.run(options, target)
     render = as_json if options.json else as_text
-    print(render(name, options, target.info, calibration, report))
+    print(render(name, options, target.info, calibration, report), flush=True)
     return 1 if report.errors else 0
 
 

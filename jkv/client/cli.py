@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 
@@ -11,6 +10,7 @@ from jkv.client import commands
 from jkv.client.args import Connection, build_parser
 from jkv.client.rpc import CallError
 from jkv.errors import ConfigError
+from jkv.terminal import forget_stdout
 
 _COMMANDS = {
     "generate": commands.run_generate,
@@ -35,8 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(file=sys.stderr)
         return _INTERRUPTED
     except BrokenPipeError:
-        # The reader of stdout has gone; Python would complain once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        forget_stdout()
         return 1
 
 
