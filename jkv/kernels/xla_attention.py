@@ -70,8 +70,8 @@ def paged_attention(
 
     Args:
         q: `[T, heads, head_dim]`.
-        pool: the flat KV pool; only pages in use are read, and rows past a sequence's length never reach the
-        output. layer: int32 scalar, picks the pool rows `layer * pages ...`.
+        pool: the flat KV pool; rows past a sequence's length never reach the output.
+        layer: int32 scalar, picks the pool rows `layer * pages ...`.
         window: int32 scalar; a query sees itself and the `window - 1` keys before it.
 
     Returns:
