@@ -1,7 +1,7 @@
 """The decoder in Flax NNX: Llama, Mistral, Qwen2 and Qwen3 differ only by the flags of ModelConfig.
 
-Weights keep Hugging Face's `[out, in]` orientation: nothing is transposed at load, and on CPU a product's
-rows then have the same bits for any number of rows from two up.
+Weights keep Hugging Face's `[out, in]` orientation: nothing is transposed at load, and on CPU YNNPACK
+then gives a product's rows the same bits for any number of rows from two up.
 """
 
 from __future__ import annotations
