@@ -123,17 +123,13 @@ def _step_program(plan: ProgramPlan, params: Params, tokens: int) -> Program:
 def _sample_program(
     plan: ProgramPlan, params: Params, state: SamplerState[jax.ShapeDtypeStruct], rows: int
 ) -> Program:
-    head = Params(
-        embed=params.embed if params.head is None else None, layers=None, norm=None, head=params.head
-    )
-
     def fn(
         params: Params, hidden: jax.Array, state: SamplerState[jax.Array], batch: SampleBatch[jax.Array]
     ) -> tuple[Sampled, SamplerState[jax.Array]]:
         return sample(logits(params, hidden[:rows]), state, batch)
 
     hidden = jax.ShapeDtypeStruct((plan.sample_rows, plan.config.hidden_size), plan.dtype)
-    args = (head, hidden, state, SampleBatch.abstract(rows))
+    args = (params.head_only(), hidden, state, SampleBatch.abstract(rows))
     return Program(name=sample_name(rows), fn=fn, args=args, donated=(2,))
 
 

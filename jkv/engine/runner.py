@@ -63,8 +63,7 @@ class Runner:
         self, plan: ProgramPlan, params: Params, compiled: Mapping[str, Callable[..., Any]], seed: int
     ) -> None:
         self.plan, self._params, self._compiled, self._seed = plan, params, compiled, seed
-        tied = params.head is None
-        self._head = Params(embed=params.embed if tied else None, layers=None, norm=None, head=params.head)
+        self._head = params.head_only()
         self.reset()
 
     def reset(self) -> None:

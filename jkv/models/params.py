@@ -36,6 +36,11 @@ class Params:
     norm: Any  # [hidden]
     head: Any  # [vocab, hidden]; None when tied to `embed`
 
+    def head_only(self) -> Params:
+        """What `logits` needs, without the rest: a tied head is in `embed`."""
+        embed = self.embed if self.head is None else None
+        return Params(embed=embed, layers=None, norm=None, head=self.head)
+
 
 def layer_definition(config: ModelConfig, dtype: DTypeLike) -> tuple[nnx.GraphDef, Any]:
     """The layer's graph definition and its state as ShapeDtypeStructs; nothing is allocated."""
