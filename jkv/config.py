@@ -2,41 +2,23 @@
 
 from __future__ import annotations
 
-import math
 import re
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jkv import flags
+from jkv.cache_config import GIB, PAGE_SIZES, CacheConfig, parse_gib
 from jkv.errors import ConfigError
 from jkv.flags import flag
 
-GIB = 2**30
-PAGE_SIZES = (8, 16, 32, 64, 128, 256)
-_UNITS = {"": GIB, "GiB": GIB, "MiB": 2**20, "TiB": 2**40}
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*(MiB|GiB|TiB|)\s*", re.IGNORECASE)
+__all__ = ["GIB", "PAGE_SIZES", "ServeConfig", "parse_config", "parse_gib"]
+
 _INSTANCE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _LEVELS = ("debug", "info", "warning", "error")
 _DTYPES = ("auto", "float32", "bfloat16")
 
-_MODEL, _KV, _SCHEDULING, _SERVER = "model", "KV cache", "scheduling", "server"
-
-
-def parse_gib(text: str) -> float:
-    """A size in GiB: `1.5` (GiB), `512MiB`, `2GiB`, `1TiB`.
-
-    Raises:
-        ValueError: says which spellings are allowed.
-    """
-    match = _SIZE.fullmatch(text)
-    if match is None:
-        raise ValueError("expected a size such as 1.5 (GiB), 512MiB, 2GiB or 1TiB")
-    unit = {name.lower(): size for name, size in _UNITS.items()}[match[2].lower()]
-    size = float(match[1]) * unit / GIB
-    if not math.isfinite(size):
-        raise ValueError("the size is too large")
-    return size
+_MODEL, _SCHEDULING, _SERVER = "model", "scheduling", "server"
 
 
 def _new_instance_id() -> str:
@@ -44,12 +26,8 @@ def _new_instance_id() -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeConfig:
-    """Everything `python -m jkv.serve` can be told.
-
-    Raises:
-        ConfigError: a value out of its range, or values that contradict each other.
-    """
+class _ModelConfig:
+    """The part of `ServeConfig` that loading a model reads."""
 
     model: str = flag(
         "smollm2-135m-instruct",
@@ -76,29 +54,14 @@ class ServeConfig:
         help="base of the random seeds of requests that bring none",
     )
 
-    page_size: int = flag(
-        64,
-        group=_KV,
-        help="tokens in a page, a power of two; only full pages are shared",
-    )
-    l1_gib: float | None = flag(
-        group=_KV,
-        exclusive="l1",
-        parse=parse_gib,
-        metavar="SIZE",
-        default_text="what the device's memory leaves; 1GiB on CPU",
-        help="device memory for KV pages: 1.5 (GiB), 512MiB, 2GiB",
-    )
-    l1_pages: int | None = flag(
-        group=_KV,
-        exclusive="l1",
-        minimum=1,
-        default_text="from --l1-gib",
-        help="the same, as a number of pages",
-    )
-    kv_dtype: str = flag(
-        "auto", group=_KV, choices=_DTYPES, help="dtype of cached keys and values; auto follows --dtype"
-    )
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig(CacheConfig, _ModelConfig):
+    """Everything `python -m jkv.serve` can be told. Of its bases the last one's flags come first in the help.
+
+    Raises:
+        ConfigError: a value out of its range, or values that contradict each other.
+    """
 
     max_model_len: int | None = flag(
         group=_SCHEDULING,
@@ -151,11 +114,8 @@ class ServeConfig:
     log_level: str = flag("info", group=_SERVER, choices=_LEVELS, help="least severe messages to log")
 
     def __post_init__(self) -> None:
-        if self.page_size not in PAGE_SIZES:
-            raise ConfigError(f"--page-size {self.page_size}: must be a power of two from 8 to 256")
         flags.check(self)
-        if self.l1_gib is not None and self.l1_gib <= 0:
-            raise ConfigError(f"--l1-gib {self.l1_gib:g}: must be greater than 0")
+        self.check_cache()
         if self.max_mixed_tokens > self.max_batched_tokens:
             raise ConfigError(
                 f"--max-mixed-tokens {self.max_mixed_tokens}: must not exceed "
@@ -170,11 +130,6 @@ class ServeConfig:
                 raise ConfigError(f"--{name} {value!r}: must not be empty")
         if self.served_model_name is not None and not self.served_model_name.strip():
             raise ConfigError(f"--served-model-name {self.served_model_name!r}: must not be empty")
-
-    @property
-    def l1_bytes(self) -> int | None:
-        """`l1_gib` in bytes, or None where L1 is given in pages or left to the engine."""
-        return None if self.l1_gib is None else round(self.l1_gib * GIB)
 
 
 def parse_config(argv: Sequence[str] | None = None) -> ServeConfig:

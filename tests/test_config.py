@@ -68,6 +68,25 @@ def test_instance_ids_differ_between_processes() -> None:
         (["--l1-gib", "2GB"], ["--l1-gib 2GB", "512MiB"]),
         (["--l1-gib", "0"], ["--l1-gib 0", "greater than 0"]),
         (["--l1-gib", "1", "--l1-pages", "9"], ["--l1-gib", "--l1-pages", "not both"]),
+        (["--kv-dtype", "int4"], ["--kv-dtype int4", "auto, float32, bfloat16, int8"]),
+        (["--l2-gib", "-1"], ["--l2-gib -1", "512MiB"]),
+        (["--l3-dir", "/x", "--l3-gib", "0MiB"], ["--l3-gib 0", "greater than 0"]),
+        (["--l3-dir", " "], ["--l3-dir ' '", "empty"]),
+        (["--l3-dir", "/x", "--l3-owner", "../other"], ["--l3-owner '../other'", "letters, digits"]),
+        (["--l3-dir", "/x", "--l3-owner", ".."], ["--l3-owner '..'", "start with a letter or digit"]),
+        (["--l3-dir", "/x", "--l3-min-tokens", "-1"], ["--l3-min-tokens -1", "0 or more"]),
+        (["--l3-dir", "/x", "--l3-admission", "never"], ["--l3-admission never", "always, second-use"]),
+        (["--l3-dir", "/x", "--l3-write-mib-per-s", "0"], ["--l3-write-mib-per-s 0", "greater than 0"]),
+        (["--l3-dir", "/x", "--l3-daily-write-gib", "0"], ["--l3-daily-write-gib 0", "greater than 0"]),
+        (["--l3-dir", "/x", "--l3-daily-write-gib", "1GB"], ["--l3-daily-write-gib 1GB", "512MiB"]),
+        (["--l3-gib", "512MiB"], ["--l3-gib 0.5", "needs --l3-dir"]),
+        (["--l3-sync"], ["--l3-sync: needs --l3-dir"]),
+        (["--l3-owner", "a"], ["--l3-owner a", "needs --l3-dir"]),
+        (["--l3-min-tokens", "64"], ["--l3-min-tokens 64", "needs --l3-dir"]),
+        (["--write-policy", "write-around"], ["--write-policy write-around", "write-through-selective"]),
+        (["--load-policy", "never"], ["--load-policy never", "auto, always"]),
+        (["--load-timeout", "0"], ["--load-timeout 0", "greater than 0"]),
+        (["--load-timeout", "inf"], ["--load-timeout inf", "finite"]),
         (["--max-mixed-tokens", "600"], ["--max-mixed-tokens 600", "--max-batched-tokens 512"]),
         (["--grpc-port", "70000"], ["--grpc-port 70000", "from 0 to 65535"]),
         (["--drain-timeout", "nan"], ["--drain-timeout nan", "0 or more"]),
@@ -83,6 +102,25 @@ def test_errors_name_the_flag_its_value_and_what_is_allowed(argv: list[str], wor
         parse_config(argv)
     for word in words:
         assert word in str(error.value)
+
+
+def test_lower_tiers_are_off_or_sized_in_bytes() -> None:
+    config = parse_config([])
+    assert (config.l2_bytes, config.l3_bytes, config.l3_daily_write_bytes) == (2 * 2**30, 0, None)
+    assert parse_config(["--l2-gib", "0"]).l2_bytes == 0
+    argv = [
+        "--l3-dir",
+        "/x",
+        "--l3-gib",
+        "512MiB",
+        "--l3-write-mib-per-s",
+        "1.5",
+        "--l3-daily-write-gib",
+        "1",
+    ]
+    config = parse_config(argv)
+    assert (config.l3_bytes, config.l3_write_bytes_per_s) == (2**29, 1.5 * 2**20)
+    assert config.l3_daily_write_bytes == 2**30
 
 
 def test_unknown_and_abbreviated_flags_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
