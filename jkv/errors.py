@@ -18,12 +18,12 @@ class UnsupportedModelError(JkvError):
 class InvalidRequestError(JkvError):
     """A request that can never succeed as it is (gRPC INVALID_ARGUMENT, HTTP 400).
 
-    `field` is the name of the offending request field, as the API spells it.
+    `field` is the name of the offending request field, as the API spells it, and `reason` the message.
     """
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
-        self.field = field
+        self.field, self.reason = field, message
 
 
 class UnknownModelError(InvalidRequestError):
@@ -40,6 +40,14 @@ class OverloadedError(JkvError):
 
 class ShuttingDownError(JkvError):
     """The server drains and takes no new requests (gRPC UNAVAILABLE, HTTP 503)."""
+
+
+class FailedPreconditionError(JkvError):
+    """What is asked cannot be done in the present state (gRPC FAILED_PRECONDITION, HTTP 409)."""
+
+
+class PermissionDeniedError(JkvError):
+    """The caller may not ask this (gRPC PERMISSION_DENIED, HTTP 403)."""
 
 
 class EngineFailedError(JkvError):

@@ -13,6 +13,7 @@ from typing import NoReturn, Protocol, TypeVar
 
 from jkv.api.grpc_server import GrpcServer, join_address
 from jkv.api.prompt import Backend
+from jkv.cache.control import CacheControl
 from jkv.config import GIB, ServeConfig, parse_config
 from jkv.engine.request import Generator
 from jkv.errors import ConfigError, EngineFailedError, JkvError
@@ -27,7 +28,7 @@ log = logging.getLogger("jkv.serve")
 _PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
 
-class RunningEngine(Generator, Protocol):
+class RunningEngine(Generator, CacheControl, Protocol):
     """An engine with a life of its own."""
 
     async def drain(self, timeout: float) -> None:
@@ -97,6 +98,7 @@ async def serve(config: ServeConfig, build: Build) -> None:
     await server.open(
         Backend(
             generator=built.engine,
+            cache=built.engine,
             served_name=built.served_name,
             tokenizer=built.tokenizer,
             chat_template=built.chat_template,

@@ -27,7 +27,7 @@ from jkv.client.show import usage_line
 from jkv.engine.request import EngineRequest, Logprob, TokenOutput
 from jkv.errors import OverloadedError
 from jkv.text.chat import ChatTemplate
-from tests.api.doubles import EOS, ScriptedGenerator, byte_tokenizer, echo
+from tests.api.doubles import EOS, ScriptedCache, ScriptedGenerator, byte_tokenizer, echo
 
 _TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 
@@ -35,8 +35,11 @@ _TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 class _Server:
     """The service in a thread; `generator` may be changed between calls."""
 
-    def __init__(self, generator: ScriptedGenerator, server: GrpcServer, port: int) -> None:
+    def __init__(
+        self, generator: ScriptedGenerator, cache: ScriptedCache, server: GrpcServer, port: int
+    ) -> None:
         self.generator = generator
+        self.cache = cache
         self.server = server
         self.address = f"127.0.0.1:{port}"
 
@@ -46,16 +49,17 @@ class _Server:
 
 
 async def _start() -> _Server:
-    generator, server = ScriptedGenerator(), GrpcServer()
+    generator, cache, server = ScriptedGenerator(), ScriptedCache(), GrpcServer()
     port = await server.start("127.0.0.1", 0)
     backend = Backend(
         generator=generator,
+        cache=cache,
         served_name="bytes",
         tokenizer=byte_tokenizer(),
         chat_template=ChatTemplate(_TEMPLATE, None, None),
     )
     await server.open(backend)
-    return _Server(generator, server, port)
+    return _Server(generator, cache, server, port)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The gRPC server around the servicer: handlers, health, reflection, the listening socket, the drain."""
+"""The gRPC server around the servicers: handlers, health, reflection, the listening socket, the drain."""
 
 from __future__ import annotations
 
@@ -7,16 +7,21 @@ import contextlib
 import socket
 
 import grpc
+from google.protobuf.descriptor import ServiceDescriptor
+from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from jkv.api import jkv_pb2 as pb
+from jkv.api.cache_servicer import CacheServicer
 from jkv.api.decode import deserializer
 from jkv.api.prompt import Backend
 from jkv.api.servicer import GenerationServicer
+from jkv.api.serving import Serving
 from jkv.errors import ConfigError
 
-SERVICE = pb.DESCRIPTOR.services_by_name["Generation"].full_name
+_GENERATION, _CACHE = (pb.DESCRIPTOR.services_by_name[name] for name in ("Generation", "Cache"))
+SERVICE, CACHE_SERVICE = _GENERATION.full_name, _CACHE.full_name
 # A prompt far over any model's length still gets an answer that counts its tokens.
 MAX_MESSAGE_BYTES = 64 * 2**20
 _OPTIONS = (
@@ -33,11 +38,13 @@ class GrpcServer:
 
     def __init__(self) -> None:
         self._server = grpc.aio.server(options=_OPTIONS)
-        self._servicer = GenerationServicer()
+        self._serving = Serving()
+        self._generation = GenerationServicer(self._serving)
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
-        _add_generation(self._servicer, self._server)
+        _add_service(self._generation, _GENERATION, self._server)
+        _add_service(CacheServicer(self._serving), _CACHE, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        names = (SERVICE, CACHE_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
 
     async def start(self, host: str, port: int) -> int:
@@ -58,23 +65,23 @@ class GrpcServer:
 
     async def open(self, backend: Backend) -> None:
         """Serve the model: health turns SERVING."""
-        self._servicer.open(backend)
+        self._serving.open(backend)
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
 
     async def close(self) -> None:
         """Health turns NOT_SERVING and new requests are refused; those that run go on."""
-        self._servicer.close()
+        self._serving.close()
         await self._health.enter_graceful_shutdown()
 
     async def stop(self) -> None:
         """Deliver what finished requests still have to send, then stop listening and end every RPC."""
         await self.close()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._servicer.idle(), _DELIVERY_SECONDS)
+            await asyncio.wait_for(self._generation.idle(), _DELIVERY_SECONDS)
         await self._server.stop(_STATUS_SECONDS)
 
     async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
-        for name in ("", SERVICE):
+        for name in ("", SERVICE, CACHE_SERVICE):
             await self._health.set(name, status)
 
 
@@ -83,23 +90,21 @@ def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _add_generation(servicer: GenerationServicer, server: grpc.aio.Server) -> None:
+def _add_service(servicer: object, service: ServiceDescriptor, server: grpc.aio.Server) -> None:
     """As the generated code does, but with deserializers whose failures the servicer can explain."""
-    handlers = {
-        "Generate": grpc.unary_stream_rpc_method_handler(
-            servicer.Generate, deserializer(pb.GenerateRequest), pb.GenerateChunk.SerializeToString
-        ),
-        "Tokenize": grpc.unary_unary_rpc_method_handler(
-            servicer.Tokenize, deserializer(pb.TokenizeRequest), pb.TokenizeResponse.SerializeToString
-        ),
-        "Detokenize": grpc.unary_unary_rpc_method_handler(
-            servicer.Detokenize, deserializer(pb.DetokenizeRequest), pb.DetokenizeResponse.SerializeToString
-        ),
-        "ListModels": grpc.unary_unary_rpc_method_handler(
-            servicer.ListModels, deserializer(pb.ListModelsRequest), pb.ListModelsResponse.SerializeToString
-        ),
-    }
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+    handlers = {}
+    for method in service.methods:
+        handler = (
+            grpc.unary_stream_rpc_method_handler
+            if method.server_streaming
+            else grpc.unary_unary_rpc_method_handler
+        )
+        handlers[method.name] = handler(
+            getattr(servicer, method.name),
+            deserializer(GetMessageClass(method.input_type)),
+            GetMessageClass(method.output_type).SerializeToString,
+        )
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))
 
 
 def _bind_failure(host: str, port: int) -> str:

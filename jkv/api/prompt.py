@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jkv.api import jkv_pb2 as pb
-from jkv.api.validate import check_input
+from jkv.api.validate import PromptRequest, check_input
+from jkv.cache.control import CacheControl
 from jkv.engine.request import Generator
 from jkv.errors import InvalidRequestError
 from jkv.text.chat import ChatTemplate, Message
@@ -17,19 +18,20 @@ class Backend:
     """A model being served. Without a tokenizer it takes and gives token ids only."""
 
     generator: Generator
+    cache: CacheControl
     served_name: str
     tokenizer: Tokenizer | None = None
     chat_template: ChatTemplate | None = None
 
 
-def prompt_ids(request: pb.GenerateRequest | pb.TokenizeRequest, backend: Backend) -> tuple[int, ...]:
+def prompt_ids(request: PromptRequest, backend: Backend) -> tuple[int, ...]:
     """The input of a request as token ids. Takes seconds for megabytes of text: call it off the event loop.
 
     Raises:
         InvalidRequestError: no usable input, or one that the chat template refuses.
     """
     field = check_input(request, has_tokenizer=backend.tokenizer is not None)
-    if isinstance(request, pb.GenerateRequest) and field == "token_ids":
+    if not isinstance(request, pb.TokenizeRequest) and field == "token_ids":
         return tuple(request.token_ids.ids)
     assert backend.tokenizer is not None, "check_input refuses text without a tokenizer"
     if field == "prompt":

@@ -9,7 +9,14 @@ from typing import Any, NoReturn
 
 import grpc
 
-from jkv.errors import InvalidRequestError, OverloadedError, ShuttingDownError, UnknownModelError
+from jkv.errors import (
+    FailedPreconditionError,
+    InvalidRequestError,
+    OverloadedError,
+    PermissionDeniedError,
+    ShuttingDownError,
+    UnknownModelError,
+)
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +50,10 @@ def status_of(error: Exception) -> Status:
             wait = str(max(1, math.ceil(error.retry_after_s * 1000)))
             metadata = (("retry-after-ms", wait), ("grpc-retry-pushback-ms", wait))
             return Status(code=grpc.StatusCode.RESOURCE_EXHAUSTED, details=str(error), metadata=metadata)
+        case FailedPreconditionError():
+            return Status(code=grpc.StatusCode.FAILED_PRECONDITION, details=str(error))
+        case PermissionDeniedError():
+            return Status(code=grpc.StatusCode.PERMISSION_DENIED, details=str(error))
         case ShuttingDownError():
             return Status(code=grpc.StatusCode.UNAVAILABLE, details=str(error))
         case DeadlineError():

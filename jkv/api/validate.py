@@ -10,6 +10,9 @@ from jkv.api.sampling import check_prompt_length, sampling_params, sequence_coun
 from jkv.engine.request import EngineInfo, EngineRequest
 from jkv.errors import InvalidRequestError, UnknownModelError
 
+# Messages with an `input` of prompt or messages, and but for the second one token_ids.
+PromptRequest = pb.GenerateRequest | pb.TokenizeRequest | pb.Prefix
+
 MAX_REQUEST_ID_LENGTH = 128
 MAX_CACHE_SALT_LENGTH = 256
 
@@ -24,7 +27,7 @@ def check_model(name: str, served_name: str) -> None:
         raise UnknownModelError("model", f"{name!r} is not served here; this server has {served_name!r}")
 
 
-def check_input(request: pb.GenerateRequest | pb.TokenizeRequest, *, has_tokenizer: bool) -> str:
+def check_input(request: PromptRequest, *, has_tokenizer: bool) -> str:
     """Which input field a request brings, checked as far as that needs no tokenizer.
 
     Raises:
@@ -54,6 +57,15 @@ def check_token_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
         )
 
 
+def check_cache_salt(salt: str, field: str = "cache_salt") -> None:
+    """Refuse a salt that is too long.
+
+    Raises:
+        InvalidRequestError: names the field, its length and the limit.
+    """
+    _check_text(field, salt, MAX_CACHE_SALT_LENGTH)
+
+
 def engine_requests(
     request: pb.GenerateRequest,
     prompt_ids: tuple[int, ...],
@@ -77,7 +89,7 @@ def engine_requests(
         raise InvalidRequestError(field, "must have at least one token")
     check_prompt_length(field, len(prompt_ids), info)
     check_token_ids(field, prompt_ids, info.vocab_size)
-    _check_text("cache_salt", request.cache_salt, MAX_CACHE_SALT_LENGTH)
+    check_cache_salt(request.cache_salt)
     sampling = sampling_params(request.sampling, info, len(prompt_ids))
     count = sequence_count(request.sampling)
     ids = _request_ids(request.request_id, new_id, count, live_ids)

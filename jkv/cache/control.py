@@ -91,7 +91,7 @@ class CacheControl(Protocol):
         """Drops all pages of these tiers only; returns how many."""
         ...
 
-    async def drain(self) -> None:
+    async def drain_writes(self) -> None:
         """Returns when every background write is published, and synced where writes are."""
         ...
 

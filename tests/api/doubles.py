@@ -1,13 +1,16 @@
-"""What the API tests put at its borders: a scripted Generator and a byte-level tokenizer."""
+"""What the API tests put at its borders: a scripted Generator and cache, and a byte-level tokenizer."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from jkv.cache.control import CacheStats, Prefix, TierStats
+from jkv.cache.pages import Tier
 from jkv.engine.request import CachedByTier, EngineInfo, EngineRequest, FinishReason, TokenOutput
 from jkv.text.parts import TokenizerParts
 from jkv.text.tokenizer import Tokenizer
@@ -87,3 +90,84 @@ class ScriptedGenerator:
         finally:
             self.closed.append(request.request_id)
             self.any_closed.set()
+
+
+STATS = CacheStats(
+    tiers={
+        Tier.L3: TierStats(
+            pages=30,
+            pages_capacity=300,
+            bytes=30 * 2**20,
+            bytes_capacity=300 * 2**20,
+            pinned_pages=3,
+            hits=31,
+            misses=32,
+            hit_tokens=248,
+            evictions=33,
+            loads=34,
+            stores=35,
+            drops=36,
+            quarantined=1,
+            errors={"checksum": 1, "timeout": 2},
+            read_bytes_per_s=1.5 * 2**30,
+            write_bytes_per_s=0.0,
+            breaker="half-open",
+        ),
+        Tier.L1: TierStats(pages=10, pages_capacity=100, hits=11, hit_tokens=88),
+    },
+    prefill_tokens_per_s=812.5,
+    pending_writes=4,
+    gated_loads=5,
+    late_loads=6,
+)
+
+
+class ScriptedCache:
+    """A `CacheControl` that notes each call with its arguments and gives a fixed answer, or raises `failure`."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.failure: Exception | None = None
+        self.release = asyncio.Event()  # what drain waits for
+        self.release.set()
+
+    def _note(self, *call: Any) -> None:
+        self.calls.append(call)
+        if self.failure is not None:
+            raise self.failure
+
+    async def cache_stats(self) -> CacheStats:
+        self._note("cache_stats")
+        return STATS
+
+    async def lookup(self, prefix: Prefix) -> Mapping[Tier, int]:
+        self._note("lookup", prefix)
+        return {Tier.L1: 8, Tier.L3: 16}
+
+    async def pin(self, prefix: Prefix, ttl_s: float | None) -> int:
+        self._note("pin", prefix, ttl_s)
+        return 3
+
+    async def unpin(self, prefix: Prefix) -> int:
+        self._note("unpin", prefix)
+        return 2
+
+    async def prefetch(self, prefix: Prefix, tier: Tier) -> int:
+        self._note("prefetch", prefix, tier)
+        return 24
+
+    async def demote(self, tier: Tier) -> int:
+        self._note("demote", tier)
+        return 7
+
+    async def flush(self, tiers: Sequence[Tier]) -> Mapping[Tier, int]:
+        self._note("flush", tuple(tiers))
+        return {tier: 10 * (position + 1) for position, tier in enumerate(tiers)}
+
+    async def drain_writes(self) -> None:
+        self._note("drain_writes")
+        await self.release.wait()
+
+    async def evict(self, prefix: Prefix | None, cache_salt: str | None) -> int:
+        self._note("evict", prefix, cache_salt)
+        return 5

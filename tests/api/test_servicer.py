@@ -17,12 +17,12 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from jkv.api import jkv_pb2 as pb
 from jkv.api import jkv_pb2_grpc as pb_grpc
-from jkv.api.grpc_server import SERVICE, GrpcServer
+from jkv.api.grpc_server import CACHE_SERVICE, SERVICE, GrpcServer
 from jkv.api.prompt import Backend
 from jkv.engine.request import EngineRequest, FinishReason, TokenOutput
 from jkv.errors import ConfigError, InvalidRequestError, OverloadedError, ShuttingDownError
 from jkv.text.chat import ChatTemplate
-from tests.api.doubles import EOS, ScriptedGenerator, byte_tokenizer
+from tests.api.doubles import EOS, ScriptedCache, ScriptedGenerator, byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
 TEMPLATE = ChatTemplate(
@@ -70,6 +70,7 @@ async def _service(
 def _backend(generator: ScriptedGenerator, *, text: bool = True) -> Backend:
     return Backend(
         generator=generator,
+        cache=ScriptedCache(),
         served_name="bytes",
         tokenizer=TOKENIZER if text else None,
         chat_template=TEMPLATE if text else None,
@@ -399,19 +400,21 @@ def test_a_live_request_id_cannot_be_used_twice() -> None:
 
 
 def test_health_and_service_follow_the_model() -> None:
+    names = ("", SERVICE, CACHE_SERVICE)
+
     async def scenario() -> None:
         async with _service(ScriptedGenerator(hold=1), ready=False) as service:
-            assert [await service.health(), await service.health(SERVICE)] == [NOT_SERVING, NOT_SERVING]
+            assert [await service.health(name) for name in names] == [NOT_SERVING] * 3
             error = await _refused(service.chunks(pb.GenerateRequest(prompt="a")))
             assert (error.code().name, error.details()) == ("UNAVAILABLE", "the model is still loading")
 
             await service.server.open(_backend(service.generator))
-            assert [await service.health(), await service.health(SERVICE)] == [SERVING, SERVING]
+            assert [await service.health(name) for name in names] == [SERVING] * 3
             running = aiter(service.stub.Generate(pb.GenerateRequest(prompt="abc")))
             await anext(running)
 
             await service.server.close()
-            assert [await service.health(), await service.health(SERVICE)] == [NOT_SERVING, NOT_SERVING]
+            assert [await service.health(name) for name in names] == [NOT_SERVING] * 3
             error = await _refused(service.chunks(pb.GenerateRequest(prompt="a")))
             assert (error.code().name, error.details()) == ("UNAVAILABLE", "the server is shutting down")
             service.generator.release.set()
@@ -445,9 +448,15 @@ def test_reflection_describes_the_service() -> None:
             call = stub.ServerReflectionInfo()
             await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
             names = {item.name for item in (await call.read()).list_services_response.service}
-            assert names == {SERVICE, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
-            await call.write(reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE))
-            assert (await call.read()).file_descriptor_response.file_descriptor_proto
+            assert names == {
+                SERVICE,
+                CACHE_SERVICE,
+                "grpc.health.v1.Health",
+                "grpc.reflection.v1alpha.ServerReflection",
+            }
+            for name in (SERVICE, CACHE_SERVICE):
+                await call.write(reflection_pb2.ServerReflectionRequest(file_containing_symbol=name))
+                assert (await call.read()).file_descriptor_response.file_descriptor_proto
             await call.done_writing()
 
     run(scenario)
