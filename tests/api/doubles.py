@@ -123,7 +123,7 @@ STATS = CacheStats(
 
 
 class ScriptedCache:
-    """A `CacheControl` that notes each call with its arguments and gives a fixed answer, or raises `failure`."""
+    """A `CacheControl` that notes each call and gives a fixed answer, or raises `failure`."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
