@@ -1,0 +1,308 @@
+"""The page store: reads, writes and deletes pages on threads of its own, and verifies all that it reads.
+
+No call but `open`, `list`, `save_recency` and `close` waits for the store. Outcomes come through callbacks,
+once for each call, on the store's threads; after `close` on the caller's.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from jkv.cache.l3 import format, listing, names, owner
+from jkv.cache.l3.budget import WriteBudget
+from jkv.cache.l3.faults import FaultPlan, FaultyObjects
+from jkv.cache.l3.format import StoreIdentity
+from jkv.cache.l3.housekeeping import QUARANTINE_MAX, DiskCost, describe_model, other_models, sweep
+from jkv.cache.l3.listing import Listing
+from jkv.cache.l3.names import StoredPage
+from jkv.cache.l3.objects import KvObjects, ObjectError, Objects, open_objects
+from jkv.cache.l3.reasons import Reason
+from jkv.cache.l3.workers import Cancellation, Workers
+from jkv.cache.pages import PageInfo
+from jkv.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreOptions:
+    """Where pages are kept, and how."""
+
+    location: str  # a path, or a file://, gs://, s3:// or memory:// URL
+    owner: str | None = None
+    sync: bool = False  # fsync each object and its directory
+    write_bytes_per_s: float | None = None
+    daily_write_bytes: int | None = None
+    read_threads: int = 4
+    write_threads: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOutcome:
+    page: StoredPage
+    data: np.ndarray | None  # flat uint8, `page_bytes` long, read-only; None where there is a reason
+    reason: Reason | None
+    seconds: float  # reading and verifying, without the time in the queue
+
+
+@dataclass(frozen=True, slots=True)
+class WriteOutcome:
+    page: StoredPage
+    reason: Reason | None
+    seconds: float  # encoding and writing, without the time in the queue or for the budget
+    bytes: int  # written
+
+
+class PageStore:
+    """One engine's view of a store: its own pages, and those of others to read. Calls come from any thread.
+
+    Operations on one key that change the store happen in the order of their calls; reads are a queue of their
+    own.
+    """
+
+    def __init__(
+        self,
+        objects: KvObjects,
+        options: StoreOptions,
+        identity: StoreIdentity,
+        faults: FaultPlan | None = None,
+    ) -> None:
+        """Claims an owner and tidies up after its last holder; see `open`."""
+        self._objects, self._identity = objects, identity
+        listed = objects.list()
+        self.owner, self._hold = owner.claim(objects, options.owner, identity.model8, listed)
+        try:
+            self._tidy(listed)
+            budget = objects.read(names.budget(self.owner)).result()
+            self._recency = listing.decode_recency(objects.read(names.recency(self.owner)).result())
+        except BaseException:
+            self._hold.release()
+            raise
+        self._lock = threading.Lock()  # guards _budget, _hold and _quarantined
+        self._budget = WriteBudget(
+            bytes_per_s=options.write_bytes_per_s,
+            daily_bytes=options.daily_write_bytes,
+            clock=time.monotonic,
+            wall=time.time,
+            saved=budget,
+        )
+        self._daily = options.daily_write_bytes is not None
+        self._quarantined = 0
+        self._bad_foreign: set[StoredPage] = set()
+        self._pages: Objects = objects if faults is None else FaultyObjects(objects, faults)
+        self._closing = threading.Event()
+        self._submitting = threading.Lock()  # so that no job comes after the threads' last
+        self._readers = Workers("l3-read", options.read_threads)
+        self._writers = [Workers(f"l3-write-{number}", 1) for number in range(options.write_threads)]
+
+    @classmethod
+    def open(
+        cls, options: StoreOptions, identity: StoreIdentity, *, faults: FaultPlan | None = None
+    ) -> PageStore:
+        """Opens the store, makes it where it is missing, claims an owner and sweeps its leftovers.
+
+        Raises:
+            ConfigError: names --l3-dir where it cannot be used, --l3-owner where another engine holds it.
+        """
+        objects = open_objects(options.location, sync=options.sync)
+        try:
+            return cls(objects, options, identity, faults or FaultPlan.from_environment())
+        except (OSError, ObjectError) as error:
+            raise ConfigError(f"--l3-dir {options.location}: cannot be used: {error}") from error
+
+    def page(self, info: PageInfo) -> StoredPage:
+        """The page that a write of `info` makes."""
+        return names.page_of(self.owner, self._identity.model8, info)
+
+    def list(self) -> Listing:
+        """All pages, from their names alone; those found bad in other owners' are left out.
+
+        Raises:
+            ObjectError: the store cannot be listed.
+        """
+        found = listing.build(
+            self._objects, self.owner, self._identity.model8, self._stale_costs, self._recency
+        )
+        good = [page for page in found.foreign if page not in self._bad_foreign]
+        return Listing(own=found.own, foreign=good, stale=found.stale)
+
+    def read(
+        self, page: StoredPage, info: PageInfo, done: Callable[[ReadOutcome], None]
+    ) -> Callable[[], None]:
+        """Reads and verifies a page; returns a function that cancels it, which may be called at any time."""
+        assert page.key == info.key, "a page is read for another key"
+        cancellation = Cancellation()
+
+        def job() -> None:
+            started = time.perf_counter()
+            data, reason = self._read(page, info, cancellation)
+            done(ReadOutcome(page, data, reason, time.perf_counter() - started))
+
+        if not self._submit(self._readers, job):
+            done(ReadOutcome(page, None, Reason.CLOSED, 0.0))
+        return cancellation.cancel
+
+    def write(
+        self, info: PageInfo, data: Callable[[], np.ndarray], done: Callable[[WriteOutcome], None]
+    ) -> None:
+        """Publishes a page under this owner. `data`, called when its turn comes, gives it as flat uint8."""
+        page = self.page(info)
+
+        def job() -> None:
+            reason = self._admit_write()
+            started = time.perf_counter()
+            if reason is None:
+                reason = self._write(page, info, data)
+            size = 0 if reason else self._identity.object_bytes
+            done(WriteOutcome(page, reason, time.perf_counter() - started, size))
+
+        if not self._submit(self._writer(page), job):
+            done(WriteOutcome(page, Reason.CLOSED, 0.0, 0))
+
+    def delete(self, page: StoredPage, done: Callable[[bool], None] | None = None) -> None:
+        """Deletes an own page; `done` hears whether its room is free, which is so if it was gone already."""
+        assert page.owner == self.owner, "another owner's page is deleted"
+
+        def job() -> None:
+            freed = self._delete(page)
+            if done is not None:
+                done(freed)
+
+        if not self._submit(self._writer(page), job) and done is not None:
+            done(False)
+
+    def quarantine(self, page: StoredPage, done: Callable[[bool], None] | None = None) -> None:
+        """Takes a page that was read and found bad out of the store.
+
+        The first few own ones are kept aside until the next start, to be looked into; `done` is as for
+        `delete`. Another owner's page is not touched, only left out of what `list` returns.
+        """
+        if page.owner != self.owner:
+            self._bad_foreign.add(page)
+            return
+
+        def job() -> None:
+            self._set_aside(page)
+            freed = self._delete(page)
+            if done is not None:
+                done(freed)
+
+        if not self._submit(self._writer(page), job) and done is not None:
+            done(False)
+
+    def save_recency(self, keys: Iterable[bytes]) -> None:
+        """Saves the order in which own pages were used, oldest first; for a clean stop. Faults are logged."""
+        try:
+            self._objects.write(names.recency(self.owner), listing.encode_recency(keys)).result()
+        except ObjectError as error:
+            _log.warning("the order of L3's pages could not be saved: %s", error)
+
+    def close(self) -> None:
+        """Finishes writes and deletes, without the budget's pauses, and drops reads, then frees the owner."""
+        with self._submitting:
+            if self._closing.is_set():
+                return
+            self._closing.set()
+        for workers in (self._readers, *self._writers):
+            workers.close()
+        if self._daily:
+            self._save_budget(self._budget.final_state())
+        self._hold.release()
+
+    def _tidy(self, listed: Iterable[str]) -> None:
+        objects, identity = self._objects, self._identity
+        orphans = owner.collect_orphans(objects, listed)
+        leftovers = sweep(objects, self.owner)
+        if orphans or leftovers:
+            _log.info("L3: removed %d abandoned owners and %d unfinished writes", len(orphans), leftovers)
+        describe_model(objects, self.owner, identity)
+        objects.delete_prefix(names.quarantine(self.owner))
+        cost = DiskCost(objects.root)
+        others = other_models(objects, self.owner, identity, listed)
+        self._stale_costs = {model8: cost.page(size) for model8, size in others.items()}
+        self.page_cost = cost.page(identity.object_bytes)
+        self.overhead_bytes = cost.overhead(identity.object_bytes, 1 + len(others))
+
+    def _submit(self, workers: Workers, job: Callable[[], None]) -> bool:
+        with self._submitting:
+            if self._closing.is_set():
+                return False
+            workers.submit(job)
+        return True
+
+    def _writer(self, page: StoredPage) -> Workers:
+        return self._writers[page.key[-1] % len(self._writers)]
+
+    def _read(
+        self, page: StoredPage, info: PageInfo, cancellation: Cancellation
+    ) -> tuple[np.ndarray | None, Reason | None]:
+        if self._closing.is_set():
+            return None, Reason.CLOSED
+        try:
+            data = cancellation.run(lambda: self._pages.read(page.name))
+        except ObjectError as error:
+            return None, Reason.IO if error.reason is Reason.READ_ONLY else error.reason
+        if data is None:
+            return None, Reason.MISSING
+        reason = format.verify(self._identity, info, data)
+        return (format.payload(data), None) if reason is None else (None, reason)
+
+    def _admit_write(self) -> Reason | None:
+        """Waits for the budget's pace; a reason where the page must not be written."""
+        with self._lock:
+            if not self._hold.valid:
+                return Reason.READ_ONLY
+            delay = self._budget.reserve(self._identity.object_bytes)
+            if delay is None:
+                return Reason.BUDGET
+            if self._budget.unsaved:
+                self._save_budget(self._budget.state())
+        self._closing.wait(delay)
+        return None
+
+    def _write(self, page: StoredPage, info: PageInfo, data: Callable[[], np.ndarray]) -> Reason | None:
+        try:
+            self._pages.write(page.name, format.encode(self._identity, info, data())).result()
+        except ObjectError as error:
+            _log.debug("L3 page %s was not written: %s", page.name, error)
+            return error.reason
+        except Exception:
+            _log.exception("L3 page %s was not written", page.name)
+            return Reason.IO
+        return None
+
+    def _delete(self, page: StoredPage) -> bool:
+        try:
+            with self._lock:
+                if not self._hold.valid:
+                    return False
+            self._pages.delete(page.name).result()
+        except ObjectError as error:
+            _log.debug("L3 page %s was not deleted: %s", page.name, error)
+            return False
+        return True
+
+    def _set_aside(self, page: StoredPage) -> None:
+        with self._lock:
+            if self._quarantined >= QUARANTINE_MAX:
+                return
+            self._quarantined += 1
+        try:
+            data = self._objects.read(page.name).result()
+            if data is not None and len(data) <= self._identity.object_bytes:
+                self._objects.write(page.quarantined_name, data).result()
+                _log.warning("a bad L3 page was set aside as %s", page.quarantined_name)
+        except ObjectError as error:
+            _log.debug("bad L3 page %s could not be set aside: %s", page.name, error)
+
+    def _save_budget(self, state: bytes) -> None:
+        try:
+            self._objects.write(names.budget(self.owner), state).result()
+        except ObjectError as error:
+            _log.warning("the L3 write budget could not be saved: %s", error)

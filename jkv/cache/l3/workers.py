@@ -1,0 +1,72 @@
+"""Threads that run a store's operations in order."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+
+from jkv.cache.l3.objects import ObjectError, Operation
+from jkv.cache.l3.reasons import Reason
+
+_log = logging.getLogger(__name__)
+
+
+class Cancellation:
+    """Lets any thread cancel a job, be it queued or at an operation."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._operation: Operation | None = None
+        self._cancelled = False
+
+    def cancel(self) -> None:
+        with self._lock:
+            self._cancelled = True
+            operation = self._operation
+        if operation is not None:
+            operation.cancel()
+
+    def run(self, start: Callable[[], Operation]) -> bytes | None:
+        """Starts an operation and returns its result.
+
+        Raises:
+            ObjectError: it failed or was cancelled.
+        """
+        with self._lock:
+            if self._cancelled:
+                raise ObjectError(Reason.CANCELLED, "cancelled")
+            self._operation = start()
+        return self._operation.result()
+
+
+class Workers:
+    """Threads that take jobs first in, first out. Jobs handle their own errors."""
+
+    def __init__(self, name: str, threads: int) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._run, name=f"{name}-{number}", daemon=True)
+            for number in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, job: Callable[[], None]) -> None:
+        self._jobs.put(job)
+
+    def close(self) -> None:
+        """Waits for the jobs submitted so far, then ends the threads."""
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except Exception:
+                _log.exception("a job of the L3 store failed")
+            del job  # its page may be large, and the next job may be long in coming
