@@ -12,13 +12,23 @@ from jkv import flags
 from jkv.api import jkv_pb2 as pb
 from jkv.api import sampling, validate
 from jkv.bench.__main__ import _BENCHMARKS
-from jkv.client.args import Connection, Request, Sampling
+from jkv.client.args import CachePrefix, Connection, Pin, Request, Sampling
 from jkv.config import ServeConfig
 
 _ROOT = Path(__file__).parent.parent
 _PAGES = sorted([_ROOT / "README.md", *(_ROOT / "docs").glob("*.md")])
 # Of programs whose flags are not made from a dataclass.
-_OTHER_FLAGS = {"--help", "--config", "--out", "--full", "--check", "--pythonpath"}
+_OTHER_FLAGS = {
+    "--help",
+    "--config",
+    "--out",
+    "--full",
+    "--check",
+    "--pythonpath",
+    "--token-ids",
+    "--messages",
+    "--tier",
+}
 
 
 def _actions(*classes: type) -> list[argparse.Action]:
@@ -45,7 +55,7 @@ def test_readme_lists_the_flags_of_serve_as_help_does() -> None:
 def test_every_flag_that_the_pages_name_exists() -> None:
     options = [benchmark.options for benchmark in _BENCHMARKS.values()]
     known = set(_OTHER_FLAGS)
-    for cls in (ServeConfig, Connection, Request, Sampling, *options):
+    for cls in (ServeConfig, Connection, Request, Sampling, CachePrefix, Pin, *options):
         known |= {name for action in _actions(cls) for name in action.option_strings}
     for page in _PAGES:
         named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", page.read_text()))

@@ -11,6 +11,7 @@ from typing import Any
 from jkv.bench.calibrate import REFERENCE_MATMUL_GFLOPS, Calibration
 from jkv.bench.clients import TargetInfo
 from jkv.bench.metrics import Spread
+from jkv.terminal import aligned
 
 Row = Sequence[str]
 
@@ -49,19 +50,6 @@ def as_text(name: str, options: Any, info: TargetInfo, calibration: Calibration,
         f" memory read {calibration.memory_read_gb_per_s:.1f} GB/s"
     )
     return "\n".join([head, *aligned(report.rows), machine, *(f"FAILED: {error}" for error in report.errors)])
-
-
-def aligned(rows: Sequence[Row]) -> list[str]:
-    """Rows as lines: the first column to the left, the others to the right, as wide as their widest cells."""
-    columns = max((len(row) for row in rows), default=0)
-    widths = [max(len(row[column]) for row in rows if column < len(row)) for column in range(columns)]
-    return [
-        "  ".join(
-            cell.rjust(width) if column else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=False))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def milliseconds(seconds: float | None) -> str:

@@ -10,7 +10,8 @@ from jkv import flags
 from jkv.errors import ConfigError
 from jkv.flags import flag
 
-_CONNECTION, _REQUEST, _SAMPLING = "connection", "request", "sampling"
+_CONNECTION, _REQUEST, _SAMPLING, _PREFIX = "connection", "request", "sampling", "prefix"
+_TIERS = ("l1", "l2", "l3")
 _SERVERS = "the server's"
 _ADDRESS = re.compile(r"([^\s:/\[\]]+|\[[0-9a-fA-F:]+\]):[0-9]{1,5}")
 _UINT32, _UINT64, _INT32 = 2**32 - 1, 2**64 - 1, 2**31 - 1
@@ -128,6 +129,26 @@ class Sampling:
         flags.check(self)
 
 
+@dataclass(frozen=True, kw_only=True)
+class CachePrefix:
+    """Whose cached pages a prefix means."""
+
+    model: str | None = flag(group=_PREFIX, default_text="the one served", help="the model's name")
+    salt: str | None = flag(group=_PREFIX, help="the salt of the requests that cached it")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pin:
+    """How long a prefix stays pinned; the server checks the range."""
+
+    ttl: float | None = flag(
+        group=_PREFIX, metavar="SECONDS", default_text="until unpin", help="let go after this long"
+    )
+
+    def __post_init__(self) -> None:
+        flags.check(self)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """`jkv COMMAND ...`; every command has the connection flags."""
     parser = argparse.ArgumentParser(prog="jkv", description="Talk to a jkv server.", allow_abbrev=False)
@@ -142,6 +163,41 @@ def build_parser() -> argparse.ArgumentParser:
     tokenize.add_argument("text", metavar="TEXT", help="the text; - reads stdin")
     tokenize.add_argument("--model", help="the model's name (default: the one served)")
     _command(commands, "health", "print SERVING or NOT_SERVING; status 0 or 1")
+    _add_cache(commands)
+    return parser
+
+
+def _add_cache(commands: argparse._SubParsersAction) -> None:
+    """`jkv cache COMMAND ...`."""
+    text = "see and move what a server has cached; from its own machine only"
+    cache = commands.add_parser("cache", help=text, description=f"{text[0].upper()}{text[1:]}.")
+    inner = cache.add_subparsers(dest="cache_command", required=True, metavar="COMMAND")
+    _command(inner, "stats", "print what each tier holds and has done")
+    _prefix_command(inner, "lookup", "print how many tokens of a prompt are cached, and where")
+    _prefix_command(inner, "pin", "keep a prompt's cached pages from eviction", Pin)
+    _prefix_command(inner, "unpin", "let a pinned prompt's pages be evicted again")
+    prefetch = _prefix_command(inner, "prefetch", "bring a prompt's pages up from lower tiers")
+    prefetch.add_argument("--tier", choices=_TIERS[:2], default="l1", help="where to (default: l1)")
+    demote = _command(inner, "demote", "write a tier's pages into the tier below, then drop them")
+    demote.add_argument("tier", choices=_TIERS[:2])
+    flush = _command(inner, "flush", "drop all pages of these tiers; the others keep theirs")
+    flush.add_argument("tiers", nargs="+", choices=_TIERS, metavar="TIER", help="l1, l2 or l3; one or more")
+    _command(inner, "drain", "wait until all pages on their way down are written")
+    _prefix_command(inner, "evict", "drop a prompt's pages from all tiers; with --salt alone, that salt's")
+
+
+def _prefix_command(
+    commands: argparse._SubParsersAction, name: str, text: str, *more: type
+) -> argparse.ArgumentParser:
+    """A command about a prompt's pages."""
+    parser = _command(commands, name, text, CachePrefix, *more)
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="the text; - reads stdin")
+    parser.add_argument("--token-ids", metavar="1,2,3", help="token ids, instead of a text")
+    parser.add_argument(
+        "--messages",
+        metavar="FILE",
+        help='a chat, instead of a text: JSON such as [{"role": "user", "content": "Hi"}]; - reads stdin',
+    )
     return parser
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from jkv import flags
 from jkv.client import commands
 from jkv.client.args import Connection, build_parser
+from jkv.client.cache_commands import run_cache
 from jkv.client.rpc import CallError
 from jkv.errors import ConfigError
 from jkv.terminal import forget_stdout
@@ -17,6 +18,7 @@ _COMMANDS = {
     "chat": commands.run_chat,
     "tokenize": commands.run_tokenize,
     "health": commands.run_health,
+    "cache": run_cache,
 }
 _INTERRUPTED = 130
 

@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from jkv import flags
 from jkv.api import jkv_pb2 as pb
 from jkv.api import jkv_pb2_grpc as pb_grpc
-from jkv.client import show
+from jkv.client import inputs, show
 from jkv.client.args import Connection, Request, Sampling
 from jkv.client.rpc import CallError, Generation, connect, generate
 from jkv.errors import ConfigError
@@ -27,9 +27,9 @@ def run_generate(args: argparse.Namespace, connection: Connection) -> int:
     if (args.prompt is None) == (args.token_ids is None):
         raise ConfigError("generate: give either PROMPT (- for stdin) or --token-ids")
     if args.token_ids is not None:
-        request.token_ids.ids.extend(_token_ids(args.token_ids))
+        request.token_ids.ids.extend(inputs.token_ids(args.token_ids))
     else:
-        request.prompt = _text("PROMPT", args.prompt)
+        request.prompt = inputs.text("PROMPT", args.prompt)
     with connect(connection.address) as channel:
         _answer(channel, request, connection)
     return 0
@@ -38,20 +38,22 @@ def run_generate(args: argparse.Namespace, connection: Connection) -> int:
 def run_chat(args: argparse.Namespace, connection: Connection) -> int:
     request = _request(args, connection)
     if args.system is not None:
-        request.messages.messages.add(role="system", content=_text("--system", args.system))
+        request.messages.messages.add(role="system", content=inputs.text("--system", args.system))
     message = args.message
     if message is None and not sys.stdin.isatty():
-        message = _stdin().removesuffix("\n")
+        message = inputs.stdin().removesuffix("\n")
     if message is None:
         return _converse(request, connection)
-    request.messages.messages.add(role="user", content=_text("MESSAGE", message))
+    request.messages.messages.add(role="user", content=inputs.text("MESSAGE", message))
     with connect(connection.address) as channel:
         _answer(channel, request, connection)
     return 0
 
 
 def run_tokenize(args: argparse.Namespace, connection: Connection) -> int:
-    request = pb.TokenizeRequest(prompt=_text("TEXT", args.text), model=_text("--model", args.model or ""))
+    request = pb.TokenizeRequest(
+        prompt=inputs.text("TEXT", args.text), model=inputs.text("--model", args.model or "")
+    )
     with connect(connection.address) as channel:
         stub: Any = pb_grpc.GenerationStub(channel)
         ids = list(stub.Tokenize(request, timeout=connection.timeout).ids)
@@ -91,7 +93,7 @@ def _converse(request: pb.GenerateRequest, connection: Connection) -> int:
             return 0
         if not line.strip():
             continue
-        history.add(role="user", content=_text("MESSAGE", line))
+        history.add(role="user", content=inputs.text("MESSAGE", line))
         try:
             with connect(connection.address) as channel:
                 result = _answer(channel, request, connection)
@@ -125,42 +127,14 @@ def _request(args: argparse.Namespace, connection: Connection) -> pb.GenerateReq
     sampling = flags.given(Sampling, args)
     Sampling(**sampling)  # checks what protobuf could not hold
     sampling["logit_bias"] = dict(sampling.get("logit_bias", ()))
-    sampling["stop"] = [_text("--stop", text) for text in sampling.get("stop", ())]
+    sampling["stop"] = [inputs.text("--stop", text) for text in sampling.get("stop", ())]
     if sampling.get("logprobs") and not connection.json:
         raise ConfigError("--logprobs: needs --json, which prints them")
     return pb.GenerateRequest(
         sampling=pb.Sampling(**sampling),
-        cache_salt=_text("--salt", asked.salt or ""),
+        cache_salt=inputs.text("--salt", asked.salt or ""),
         no_cache=not asked.cache,
-        request_id=_text("--request-id", asked.request_id or ""),
+        request_id=inputs.text("--request-id", asked.request_id or ""),
         priority=asked.priority,
-        model=_text("--model", asked.model or ""),
+        model=inputs.text("--model", asked.model or ""),
     )
-
-
-def _token_ids(text: str) -> list[int]:
-    try:
-        ids = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"--token-ids {text}: expected integers with commas between, as in 1,2,3") from None
-    if not all(0 <= token < 2**32 for token in ids):
-        raise ConfigError(f"--token-ids {text}: ids must be from 0 to {2**32 - 1}")
-    return ids
-
-
-def _text(name: str, text: str) -> str:
-    """The text, or stdin's for `-`; bytes of the command line that are not UTF-8 are refused."""
-    if text == "-" and name in ("PROMPT", "TEXT"):
-        return _stdin()
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        raise ConfigError(f"{name}: must be valid UTF-8") from None
-    return text
-
-
-def _stdin() -> str:
-    try:
-        return sys.stdin.buffer.read().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"stdin: must be valid UTF-8, is not at byte {error.start}") from None

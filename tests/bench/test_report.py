@@ -6,16 +6,8 @@ import pytest
 
 from jkv.bench.calibrate import calibrate
 from jkv.bench.metrics import Spread
-from jkv.bench.report import aligned, spread_row
+from jkv.bench.report import spread_row
 from jkv.errors import JkvError
-
-
-def test_columns_are_as_wide_as_their_widest_cell() -> None:
-    assert aligned([("a", "p50", "mean"), ("longer", "1.00"), ("b", "2.25", "10.00")]) == [
-        "a        p50   mean",
-        "longer  1.00",
-        "b       2.25  10.00",
-    ]
 
 
 def test_spreads_are_shown_in_milliseconds() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 import os
 import shlex
@@ -11,92 +10,22 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
-from jkv.api.grpc_server import GrpcServer
-from jkv.api.prompt import Backend
 from jkv.client import main
 from jkv.client.rpc import Choice, Generation
 from jkv.client.show import usage_line
 from jkv.engine.request import EngineRequest, Logprob, TokenOutput
 from jkv.errors import OverloadedError
-from jkv.text.chat import ChatTemplate
-from tests.api.doubles import EOS, ScriptedCache, ScriptedGenerator, byte_tokenizer, echo
-
-_TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+from tests.api.doubles import EOS, echo
+from tests.client.server import Capture, Server, feed_stdin, run_client, running
 
 
-class _Server:
-    """The service in a thread; `generator` may be changed between calls."""
-
-    def __init__(
-        self, generator: ScriptedGenerator, cache: ScriptedCache, server: GrpcServer, port: int
-    ) -> None:
-        self.generator = generator
-        self.cache = cache
-        self.server = server
-        self.address = f"127.0.0.1:{port}"
-
-    @property
-    def request(self) -> EngineRequest:
-        return self.generator.requests[-1]
-
-
-async def _start() -> _Server:
-    generator, cache, server = ScriptedGenerator(), ScriptedCache(), GrpcServer()
-    port = await server.start("127.0.0.1", 0)
-    backend = Backend(
-        generator=generator,
-        cache=cache,
-        served_name="bytes",
-        tokenizer=byte_tokenizer(),
-        chat_template=ChatTemplate(_TEMPLATE, None, None),
-    )
-    await server.open(backend)
-    return _Server(generator, cache, server, port)
-
-
-@contextmanager
-def _running() -> Iterator[tuple[_Server, asyncio.AbstractEventLoop]]:
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-    server = asyncio.run_coroutine_threadsafe(_start(), loop).result(10)
-    try:
-        yield server, loop
-    finally:
-        asyncio.run_coroutine_threadsafe(server.server.stop(), loop).result(10)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
-
-
-@pytest.fixture
-def server() -> Iterator[_Server]:
-    with _running() as (started, _):
-        yield started
-
-
-Capture = pytest.CaptureFixture[str]
-
-
-def _run(server: _Server, *argv: str) -> int:
-    return main([*argv, "--address", server.address])
-
-
-def _stdin(monkeypatch: pytest.MonkeyPatch, data: bytes, *, terminal: bool = False) -> None:
-    stream = io.TextIOWrapper(io.BytesIO(data), encoding="utf-8")
-    monkeypatch.setattr(stream, "isatty", lambda: terminal)
-    monkeypatch.setattr(sys, "stdin", stream)
-
-
-def test_generate_streams_text_and_reports_usage(server: _Server, capsys: Capture) -> None:
-    assert _run(server, "generate", "héllo wörld") == 0
+def test_generate_streams_text_and_reports_usage(server: Server, capsys: Capture) -> None:
+    assert run_client(server, "generate", "héllo wörld") == 0
     out, err = capsys.readouterr()
     assert out == "héllo wörld\n"
     assert err.startswith("prompt 13 tokens (8 cached: l1 8), completion 14 tokens (stop), TTFT ")
@@ -105,24 +34,24 @@ def test_generate_streams_text_and_reports_usage(server: _Server, capsys: Captur
 
 
 def test_generate_reads_stdin_and_token_ids(
-    server: _Server, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+    server: Server, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _stdin(monkeypatch, "from a pipé\n".encode())
-    assert _run(server, "generate", "-") == 0
+    feed_stdin(monkeypatch, "from a pipé\n".encode())
+    assert run_client(server, "generate", "-") == 0
     assert capsys.readouterr().out == "from a pipé\n\n"
-    assert _run(server, "generate", "--token-ids", "104, 105") == 0
+    assert run_client(server, "generate", "--token-ids", "104, 105") == 0
     assert capsys.readouterr().out == "hi\n"
     assert server.request.prompt_ids == (104, 105)
 
 
-def test_json_is_one_object(server: _Server, capsys: Capture) -> None:
+def test_json_is_one_object(server: Server, capsys: Capture) -> None:
     def script(request: EngineRequest) -> list[TokenOutput]:
         top = ((104, -0.5), (7, -1.5))
         first = TokenOutput(token_ids=(104,), logprobs=(Logprob(104, -0.5, top),))
         return [first, *echo(request)[1:]]
 
     server.generator.script = script
-    assert _run(server, "generate", "hi", "--json", "--logprobs", "--top-logprobs", "2") == 0
+    assert run_client(server, "generate", "hi", "--json", "--logprobs", "--top-logprobs", "2") == 0
     out, err = capsys.readouterr()
     document = json.loads(out)
     assert (out.count("\n"), err) == (1, "")
@@ -144,14 +73,14 @@ def test_json_is_one_object(server: _Server, capsys: Capture) -> None:
     assert document["seconds"] >= document["ttft_s"] > 0
 
 
-def test_every_flag_reaches_the_engine(server: _Server) -> None:
+def test_every_flag_reaches_the_engine(server: Server) -> None:
     argv = shlex.split(
         "--max-tokens 5 --temperature 0.5 --top-p 0.25 --top-k 3 --min-p 0.125 --seed 9 --stop-token-ids 1 "
         "--stop-token-ids 2 --repetition-penalty 1.5 --presence-penalty -1 --frequency-penalty 2 "
         "--logit-bias 7=-2.5 --logit-bias 8=1 --logprobs --top-logprobs 4 --ignore-eos --json "
         "--salt s --no-cache --request-id r --priority -3 --model bytes"
     )
-    assert _run(server, "generate", "hello", *argv) == 0
+    assert run_client(server, "generate", "hello", *argv) == 0
     request, sampling = server.request, server.request.sampling
     assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k) == (5, 0.5, 0.25, 3)
     assert (sampling.min_p, sampling.seed, sampling.stop_token_ids) == (0.125, 9, {1, 2})
@@ -170,25 +99,25 @@ def test_every_flag_reaches_the_engine(server: _Server) -> None:
     )
 
 
-def test_stop_strings_and_several_sequences(server: _Server, capsys: Capture) -> None:
-    assert _run(server, "generate", "one two", "--stop", " ", "--n", "2") == 0
+def test_stop_strings_and_several_sequences(server: Server, capsys: Capture) -> None:
+    assert run_client(server, "generate", "one two", "--stop", " ", "--n", "2") == 0
     out, err = capsys.readouterr()
     assert out == "--- 0 ---\none\n--- 1 ---\none\n"
     assert "completion 8 tokens (stop)" in err
 
 
 def test_chat_takes_one_turn_from_the_command_line_or_a_pipe(
-    server: _Server, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+    server: Server, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert _run(server, "chat", "hello", "--system", "be kind") == 0
+    assert run_client(server, "chat", "hello", "--system", "be kind") == 0
     assert capsys.readouterr().out == "<system>be kind<user>hello\n"
-    _stdin(monkeypatch, b"piped\n")
-    assert _run(server, "chat") == 0
+    feed_stdin(monkeypatch, b"piped\n")
+    assert run_client(server, "chat") == 0
     assert capsys.readouterr().out == "<user>piped\n"
 
 
 def test_chat_keeps_its_history_and_takes_back_a_failed_turn(
-    server: _Server, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+    server: Server, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def script(request: EngineRequest) -> list[TokenOutput]:
         if bytes(request.prompt_ids).endswith(b"bad"):
@@ -197,27 +126,27 @@ def test_chat_keeps_its_history_and_takes_back_a_failed_turn(
         return echo(reply)
 
     server.generator.script = script
-    _stdin(monkeypatch, b"one\n\nbad\ntwo\n", terminal=True)
-    assert _run(server, "chat") == 0
+    feed_stdin(monkeypatch, b"one\n\nbad\ntwo\n", terminal=True)
+    assert run_client(server, "chat") == 0
     out, err = capsys.readouterr()
     assert out == "> ok\n> > > ok\n> \n"
     assert "error: RESOURCE_EXHAUSTED: full\n" in err
     assert bytes(server.request.prompt_ids) == b"<user>one<assistant>ok<user>two"
 
 
-def test_tokenize_prints_ids_that_generate_takes(server: _Server, capsys: Capture) -> None:
-    assert _run(server, "tokenize", "hi<eos>") == 0
+def test_tokenize_prints_ids_that_generate_takes(server: Server, capsys: Capture) -> None:
+    assert run_client(server, "tokenize", "hi<eos>") == 0
     assert capsys.readouterr() == ("104,105,256\n", "3 tokens\n")
-    assert _run(server, "tokenize", "hi", "--json", "--model", "bytes") == 0
+    assert run_client(server, "tokenize", "hi", "--json", "--model", "bytes") == 0
     assert json.loads(capsys.readouterr().out) == {"ids": [104, 105], "count": 2}
 
 
 def test_health_follows_the_server(capsys: Capture) -> None:
-    with _running() as (server, loop):
-        assert _run(server, "health") == 0
+    with running() as (server, loop):
+        assert run_client(server, "health") == 0
         assert capsys.readouterr().out == "SERVING\n"
         asyncio.run_coroutine_threadsafe(server.server.close(), loop).result(10)
-        assert _run(server, "health", "--json") == 1
+        assert run_client(server, "health", "--json") == 1
         assert json.loads(capsys.readouterr().out) == {"status": "NOT_SERVING"}
 
 
@@ -251,26 +180,26 @@ def test_unusable_arguments_are_one_line_and_status_2(
 
 
 def test_stdin_that_is_not_utf8_is_refused(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    _stdin(monkeypatch, b"ab\xff")
+    feed_stdin(monkeypatch, b"ab\xff")
     assert main(["generate", "-"]) == 2
     assert capsys.readouterr().err == "error: stdin: must be valid UTF-8, is not at byte 2\n"
 
 
 def test_interactive_chat_refuses_json(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    _stdin(monkeypatch, b"", terminal=True)
+    feed_stdin(monkeypatch, b"", terminal=True)
     assert main(["chat", "--json"]) == 2
     assert "--json and --n need a MESSAGE" in capsys.readouterr().err
 
 
-def test_server_errors_are_one_line_with_the_code(server: _Server, capsys: Capture) -> None:
-    assert _run(server, "generate", "x", "--top-p", "7") == 1
+def test_server_errors_are_one_line_with_the_code(server: Server, capsys: Capture) -> None:
+    assert run_client(server, "generate", "x", "--top-p", "7") == 1
     assert capsys.readouterr().err == (
         "error: INVALID_ARGUMENT: top_p: must be greater than 0 and at most 1, got 7\n"
     )
-    assert _run(server, "tokenize", "x", "--model", "other") == 1
+    assert run_client(server, "tokenize", "x", "--model", "other") == 1
     assert "error: NOT_FOUND: model: 'other'" in capsys.readouterr().err
     server.generator.hold = 1
-    assert _run(server, "generate", "xyz", "--timeout", "0.3") == 1
+    assert run_client(server, "generate", "xyz", "--timeout", "0.3") == 1
     assert "error: DEADLINE_EXCEEDED: " in capsys.readouterr().err
 
 
@@ -295,7 +224,7 @@ def test_a_listener_that_never_answers_does_not_hang_the_client(capsys: Capture)
     assert f"no server answers at {address}" in capsys.readouterr().err
 
 
-def test_ctrl_c_cancels_the_call_and_exits_130(server: _Server) -> None:
+def test_ctrl_c_cancels_the_call_and_exits_130(server: Server) -> None:
     server.generator.hold = 1
     command = [sys.executable, "-m", "jkv.client", "generate", "xyz", "--address", server.address]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
@@ -311,7 +240,7 @@ def test_ctrl_c_cancels_the_call_and_exits_130(server: _Server) -> None:
     assert server.generator.closed
 
 
-def test_a_closed_pipe_ends_the_client_quietly(server: _Server) -> None:
+def test_a_closed_pipe_ends_the_client_quietly(server: Server) -> None:
     command = [sys.executable, "-m", "jkv.client", "generate", "x" * 900, "--address", server.address]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
