@@ -101,6 +101,7 @@ def build_from_checkpoint(
         table_width=table_width(max_len, config.page_size),
         batch_invariant=config.batch_invariant,
         unroll_layers=_on_cpu(),
+        pinned_pages=not _on_cpu(),
     )
     plan = dataclasses.replace(plan, pool=dataclasses.replace(plan.pool, pages=plan_l1(config, plan)))
     l1_gib = plan.pool.pages * plan.pool.page_bytes / GIB
@@ -112,7 +113,7 @@ def build_from_checkpoint(
         compute_dtype=dtype,
         kv_dtype=kv_dtype,
         page_size=config.page_size,
-        page_layout="layer,token,2*head,dim",
+        page_layout="head,layer,token,2*dim",
     )
     info = EngineInfo(
         model=name,

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from jkv.engine.sampling import SampleBatch, Sampled, SamplerState, admit, sample
 from jkv.kernels.batch import StepBatch
 from jkv.kernels.kv_pool import PoolShape
+from jkv.kernels.page_transfer import gather_pages, scatter_pages
 from jkv.kernels.xla_attention import BATCH_INVARIANT_BLOCKS, AttentionBlocks
 from jkv.models.config import ModelConfig
 from jkv.models.decoder import StepShape
@@ -44,7 +45,8 @@ class ProgramPlan:
     """What decides which programs an engine has.
 
     `batch_invariant` leaves out the buckets and block sizes whose rows would round differently: a product of
-    one row, and key blocks that differ between prefill and decode.
+    one row, and key blocks that differ between prefill and decode. `pinned_pages` has pages gathered into
+    pinned host memory; not on CPU, whose device memory is host memory.
     """
 
     config: ModelConfig
@@ -55,6 +57,7 @@ class ProgramPlan:
     table_width: int
     batch_invariant: bool
     unroll_layers: bool
+    pinned_pages: bool
 
     @property
     def blocks(self) -> AttentionBlocks:
@@ -75,6 +78,11 @@ class ProgramPlan:
         """Rows of hidden states that every step returns."""
         return self.sample_buckets[-1]
 
+    @property
+    def page_buckets(self) -> tuple[int, ...]:
+        """How many pages one program moves; any number is a sum of these, so nothing is padded."""
+        return (1, 4, 16)
+
 
 def table_width(max_model_len: int, page_size: int) -> int:
     """Page-table entries a sequence needs, rounded up to whole key blocks."""
@@ -88,6 +96,9 @@ def programs(plan: ProgramPlan) -> Iterator[Program]:
     params = abstract_params(plan.config, plan.dtype, stacked=not plan.unroll_layers)
     state = SamplerState.abstract(plan.max_num_seqs, plan.config.vocab_size)
     yield _admit_program(plan, state)
+    for count in plan.page_buckets:
+        yield _gather_program(plan, count)
+        yield _scatter_program(plan, count)
     for rows in plan.sample_buckets:
         yield _sample_program(plan, params, state, rows)
     for tokens in plan.token_buckets:
@@ -100,6 +111,14 @@ def step_name(tokens: int) -> str:
 
 def sample_name(rows: int) -> str:
     return f"sample/{rows}"
+
+
+def gather_name(pages: int) -> str:
+    return f"gather/{pages}"
+
+
+def scatter_name(pages: int) -> str:
+    return f"scatter/{pages}"
 
 
 ADMIT = "admit"
@@ -140,6 +159,32 @@ def _admit_program(plan: ProgramPlan, state: SamplerState[jax.ShapeDtypeStruct])
     slot = jax.ShapeDtypeStruct((), jnp.int32)
     args = (state, slot, row(jnp.int32), row(jnp.bool_), row(jnp.float32))
     return Program(name=ADMIT, fn=admit, args=args, donated=(0,))
+
+
+def _gather_program(plan: ProgramPlan, count: int) -> Program:
+    shape = plan.pool
+
+    def fn(pool: jax.Array, numbers: jax.Array) -> tuple[jax.Array, ...]:
+        arrays = gather_pages(pool, numbers, pages=shape.pages, kv_heads=shape.kv_heads)
+        return jax.device_put(arrays, jax.memory.Space.Host) if plan.pinned_pages else arrays
+
+    args = (jax.ShapeDtypeStruct(shape.shape, shape.dtype), jax.ShapeDtypeStruct((count,), jnp.int32))
+    return Program(name=gather_name(count), fn=fn, args=args, donated=())
+
+
+def _scatter_program(plan: ProgramPlan, count: int) -> Program:
+    shape = plan.pool
+    pages = [jax.ShapeDtypeStruct(shape.page_shape, shape.dtype)] * count
+    return Program(
+        name=scatter_name(count),
+        fn=partial(scatter_pages, pages=shape.pages, kv_heads=shape.kv_heads),
+        args=(
+            jax.ShapeDtypeStruct(shape.shape, shape.dtype),
+            jax.ShapeDtypeStruct((count,), jnp.int32),
+            *pages,
+        ),
+        donated=(0,),
+    )
 
 
 def _powers(first: int, last: int) -> tuple[int, ...]:

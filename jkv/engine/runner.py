@@ -4,7 +4,8 @@ thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
@@ -12,15 +13,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from jkv.engine.batches import build_sampling, build_step, empty_batch
-from jkv.engine.programs import ADMIT, ProgramPlan, sample_name, step_name
+from jkv.engine.programs import ADMIT, ProgramPlan, gather_name, sample_name, scatter_name, step_name
 from jkv.engine.request import Logprob, SamplingParams
 from jkv.engine.sampling import SampleBatch, Sampled, SamplerState
 from jkv.engine.scheduler import Chunk
 from jkv.engine.sequence import Sequence
 from jkv.kernels.batch import StepBatch
 from jkv.models.params import Params
+
+# A page in host memory, of all layers, K and V; it may still be on its way there.
+HostPage = jax.Array
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +69,17 @@ class Runner:
     ) -> None:
         self.plan, self._params, self._compiled, self._seed = plan, params, compiled, seed
         self._head = params.head_only()
-        self.reset()
+        self._device = SingleDeviceSharding(jax.local_devices()[0])
+        self._host = self._device.with_memory_kind("pinned_host") if plan.pinned_pages else self._device
+        self._allocate()
 
     def reset(self) -> None:
-        """Fresh, empty device buffers, as at start and after a step that failed."""
+        """Fresh, empty device buffers, as after a step that failed. Pages saved before stay as they are."""
+        for buffer in jax.tree.leaves((self._pool, self._state)):
+            buffer.delete()  # there is hardly room for the old and the new ones
+        self._allocate()
+
+    def _allocate(self) -> None:
         self._pool = jnp.zeros(self.plan.pool.shape, self.plan.pool.dtype)
         abstract = SamplerState.abstract(self.plan.max_num_seqs, self.plan.config.vocab_size)
         self._state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract)
@@ -86,6 +98,51 @@ class Runner:
         sampled.tokens.copy_to_host_async()
         return Pending(seqs=step.sampled, hidden=hidden, sampled=sampled)
 
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page's flat view."""
+        return self.plan.pool.page_bytes
+
+    def save(self, pages: Seq[int]) -> list[HostPage]:
+        """Starts copying pages of L1 to host memory and returns without waiting.
+
+        The copies are of what the steps dispatched so far leave in the pages; steps and restores dispatched
+        later do not change them.
+        """
+        copies: list[HostPage] = []
+        for batch in self._batches(pages):
+            copies += self._compiled[gather_name(len(batch))](self._pool, np.asarray(batch, np.int32))
+        return copies
+
+    def stage(self, host_pages: Seq[HostPage]) -> list[HostPage]:
+        """Starts copying pages to the device, beside whatever runs there; does nothing on CPU. `restore`
+        takes the result, and holds up the steps after it for as long as it is not `ready`.
+        """
+        return jax.device_put(list(host_pages), self._device)
+
+    def restore(self, pages: Seq[int], host_pages: Seq[HostPage]) -> None:
+        """Puts saved pages into pages of L1, in this order between the steps dispatched before and after."""
+        staged = iter(self.stage(host_pages))
+        for batch in self._batches(pages):
+            write = self._compiled[scatter_name(len(batch))]
+            self._pool = write(self._pool, np.asarray(batch, np.int32), *itertools.islice(staged, len(batch)))
+
+    def ready(self, page: HostPage) -> bool:
+        """Whether the page has arrived, so that nobody waits for it."""
+        return page.is_ready()  # pyright: ignore[reportAttributeAccessIssue]  # every concrete array has it
+
+    def host_bytes(self, page: HostPage) -> np.ndarray:
+        """A page's bytes, flat uint8 and read-only; waits until it has arrived. For any thread."""
+        return np.asarray(page).reshape(-1).view(np.uint8)
+
+    def host_page(self, data: np.ndarray) -> HostPage:
+        """The page of which `data` are the `host_bytes`. For any thread.
+
+        Takes `data` over, where it can without a copy: nobody may write to it any more.
+        """
+        shape = self.plan.pool
+        return jax.device_put(data.view(shape.dtype).reshape(shape.page_shape), self._host)
+
     def warm_up(self) -> None:
         """Runs every program once on nothing: a program's first run is slower by half a second (XLA:CPU)."""
         hidden = None
@@ -94,7 +151,18 @@ class Runner:
         for rows in self.plan.sample_buckets:
             self._sample(hidden, build_sampling((), self.plan, self._seed, rows))
         self._admit(0, SamplingParams(max_tokens=1), (), ())
+        for count in self.plan.page_buckets:
+            nothing = [0] * count
+            self.restore(nothing, self.save(nothing))
         jax.block_until_ready((self._pool, self._state))
+
+    def _batches(self, pages: Seq[int]) -> Iterator[Seq[int]]:
+        """Cuts `pages` into runs that there are programs for, the longest first."""
+        start = 0
+        for size in reversed(self.plan.page_buckets):
+            while len(pages) - start >= size:
+                yield pages[start : start + size]
+                start += size
 
     def _step(self, tokens: int, batch: StepBatch[np.ndarray]) -> jax.Array:
         run = self._compiled[step_name(tokens)]

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 
 from jkv.config import GIB, ServeConfig
-from jkv.engine.programs import Program, ProgramPlan, programs, sample_name, step_name
+from jkv.engine.programs import Program, ProgramPlan, gather_name, programs, sample_name, step_name
 from jkv.engine.sampling import SamplerState
 from jkv.errors import ConfigError
 
@@ -74,25 +74,31 @@ def host_memory() -> Memory:
 
 
 def device_memory(plan: ProgramPlan) -> Memory:
-    """An accelerator's memory less weights, sampler state and what the plan's programs need: all L1's."""
+    """An accelerator's memory less weights, sampler state, pages on their way in and what the plan's programs
+    need: all L1's.
+    """
     stats = jax.local_devices()[0].memory_stats()
     if stats is None or "bytes_limit" not in stats:
         raise ConfigError(f"--l1-gib: {jax.default_backend()} devices do not tell how much memory they have")
     free = stats["bytes_limit"] - stats["bytes_in_use"]
     every = list(programs(plan))
-    names = sample_name(plan.sample_buckets[-1]), step_name(plan.token_buckets[-1])
+    names = (
+        gather_name(plan.page_buckets[-1]),
+        sample_name(plan.sample_buckets[-1]),
+        step_name(plan.token_buckets[-1]),
+    )
     largest = [program_bytes(p) for p in every if p.name in names]
-    left = left_for_l1(free, state_bytes(plan), largest, len(every))
+    left = left_for_l1(free, state_bytes(plan) + staging_bytes(plan), largest, len(every))
     return Memory(available=left, default=left)
 
 
-def left_for_l1(free: int, state: int, largest: Sequence[ProgramBytes], programs: int) -> int:
-    """Bytes left of `free` beside the sampler's state and the programs: each keeps its code loaded, at most
+def left_for_l1(free: int, buffers: int, largest: Sequence[ProgramBytes], programs: int) -> int:
+    """Bytes left of `free` beside other buffers and the programs: each keeps its code loaded, at most
     as much as the largest ones', and one at a time has temporaries and outputs.
     """
     running = max(p.temporaries + p.outputs for p in largest)
     code = programs * max(p.code for p in largest)
-    return max(0, int(free * (1 - _DEVICE_RESERVE)) - state - running - code)
+    return max(0, int(free * (1 - _DEVICE_RESERVE)) - buffers - running - code)
 
 
 def program_bytes(program: Program) -> ProgramBytes:
@@ -115,6 +121,11 @@ def state_bytes(plan: ProgramPlan) -> int:
     """Bytes of the sampler's state."""
     state = SamplerState.abstract(plan.max_num_seqs, plan.config.vocab_size)
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+
+
+def staging_bytes(plan: ProgramPlan) -> int:
+    """Bytes of pages on their way into L1: one batch is written while the next one arrives."""
+    return 2 * plan.page_buckets[-1] * plan.pool.page_bytes
 
 
 def _host_available() -> int:

@@ -34,6 +34,11 @@ class PoolShape:
         return (self.layers * self.pages, self.page_size, 2 * self.kv_heads * self.head_dim)
 
     @property
+    def page_shape(self) -> tuple[int, int, int, int]:
+        """A page on its own, see jkv.kernels.page_transfer."""
+        return (self.kv_heads, self.layers, self.page_size, 2 * self.head_dim)
+
+    @property
     def page_bytes(self) -> int:
         """Bytes of one page over all layers, K and V."""
         per_token = self.layers * 2 * self.kv_heads * self.head_dim

@@ -47,6 +47,8 @@ def needs(program: Program, sharding: SingleDeviceSharding) -> dict[str, str | i
         "program": program.name,
         "alias": memory.alias_size_in_bytes,
         "temporaries": memory.temp_size_in_bytes,
+        "outputs": memory.output_size_in_bytes,
+        "host_outputs": memory.host_output_size_in_bytes,
     }
 
 

@@ -67,6 +67,7 @@ def plan_of(
         table_width=table_width(config.max_position, page_size),
         batch_invariant=False,
         unroll_layers=platform == "cpu",
+        pinned_pages=platform != "cpu",
     )
 
 

@@ -59,6 +59,7 @@ class Model:
             table_width=table_width(512, _PAGE),
             batch_invariant=False,
             unroll_layers=not stacked,
+            pinned_pages=False,
         )
         self.params = params
         steps = {step_name(b) for b in self.plan.token_buckets}

@@ -15,7 +15,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from jkv.engine.programs import programs
+from jkv.engine.programs import gather_name, programs, scatter_name
 from tests.engine.compile_for_tpu import ENVIRONMENT
 from tests.engine.plans import TPU_PLANS
 
@@ -35,6 +35,12 @@ SAMPLING = [
     ("smollm2", "admit"),
     ("smollm2", "sample/16"),
     pytest.param("llama3-8b", "sample/16", marks=pytest.mark.full),
+]
+TRANSFERS = [
+    ("smollm2", 1),
+    ("smollm2", 16),
+    ("smollm2-float32-kv", 4),
+    ("llama3-8b", 16),
 ]
 
 Needs = Callable[[str, str], dict[str, int] | None]
@@ -58,6 +64,26 @@ def test_sampling_keeps_its_state_in_place(needs: Needs, plan: str, program: str
     if found is not None:
         assert state <= found["alias"] < 1.01 * state
         assert found["temporaries"] < 32 * _MIB
+
+
+@pytest.mark.parametrize(("plan", "program"), [(plan, gather_name(n)) for plan, n in TRANSFERS])
+def test_pages_are_gathered_into_host_memory(needs: Needs, plan: str, program: str) -> None:
+    pool = TPU_PLANS[plan].pool
+    moved = int(program.split("/")[1]) * pool.page_bytes
+    found = needs(plan, program)
+    if found is not None:
+        assert moved <= found["host_outputs"] < 1.01 * moved
+        assert found["outputs"] < 2**16  # the table of outputs
+        assert found["temporaries"] < 2 * moved
+
+
+@pytest.mark.parametrize(("plan", "program"), [(plan, scatter_name(n)) for plan, n in TRANSFERS])
+def test_pages_are_scattered_into_the_pool_in_place(needs: Needs, plan: str, program: str) -> None:
+    pool = TPU_PLANS[plan].pool
+    found = needs(plan, program)
+    if found is not None:
+        assert found["alias"] == pool.pages * pool.page_bytes
+        assert found["temporaries"] < 2 * _MIB
 
 
 @pytest.fixture(scope="module")
