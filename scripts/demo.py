@@ -2,121 +2,58 @@
 
 from __future__ import annotations
 
-import os
-import queue
 import random
-import re
-import shutil
 import signal
-import subprocess
 import sys
-import threading
 import time
-from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import grpc
+from demo_server import DemoError, redraw, serving, status, temporary_folder
 
 from jkv.api import jkv_pb2 as pb
+from jkv.api import jkv_pb2_grpc as pb_grpc
 from jkv.client import show
 from jkv.client.rpc import CallError, Generation, connect, generate
+from jkv.terminal import aligned
 
 _SYSTEM = "You are a helpful assistant."
 _QUESTION = "Tell me a short story about a lighthouse."
 _FOLLOW_UP = "Give the story a title."
 _LOG_DAYS = 130
-_LOG_PREFIX = re.compile(r"^\S+ \S+ \S+ [A-Z]+ [\w.]+: ")
-_STOP_S = 10.0
+_TIERS = ("l1", "l2", "l3")
+_HEAD = ("served from", "prompt tokens", *_TIERS, "TTFT", "speed-up")
 _NEXT = """
 Where to go next
-  .venv/bin/python -m jkv.serve            serve the model at 127.0.0.1:50051; --help lists the flags
-  .venv/bin/jkv chat                       talk to it from another terminal
-  README.md, docs/                         the gRPC API, operations, how it works
+  .venv/bin/python -m jkv.serve --l3-dir DIRECTORY    serve the model; --help lists the flags
+  .venv/bin/jkv chat                                  talk to it from another terminal
+  .venv/bin/jkv cache stats                           see what it has cached
+  README.md, docs/                                    the gRPC API, operations, how it works
 """
-
-
-class DemoError(Exception):
-    """The demo cannot show what it should."""
-
-
-class Server:
-    """`python -m jkv.serve` on a free port.
-
-    It has a session of its own, so that Ctrl-C reaches only the demo, which then stops the whole session.
-    """
-
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "jkv.serve", "--grpc-port", "0"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        self._lines: queue.Queue[str | None] = queue.Queue()
-        self._recent: deque[str] = deque(maxlen=20)
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def wait_until_ready(self) -> str:
-        """Shows what the server reports while it starts; returns its address.
-
-        Raises:
-            DemoError: it ended instead; the message has its last lines.
-        """
-        started, message = time.monotonic(), ""
-        while True:
-            try:
-                line = self._lines.get(timeout=1)
-            except queue.Empty:
-                _redraw(f"  {message} ({time.monotonic() - started:.0f} s)")
-                continue
-            if line is None:
-                last = "\n  ".join(self._recent)
-                raise DemoError(f"the server ended with status {self._process.wait()}:\n  {last}")
-            if line.startswith("ready: "):
-                _redraw("")
-                print(f"{line} after {time.monotonic() - started:.0f} s")
-                return line.rpartition(" ")[2]
-            message = _LOG_PREFIX.sub("", line).strip()
-            _status(message)
-
-    def stop(self) -> None:
-        """Ends the server and whatever it has started."""
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave it behind
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            try:
-                os.killpg(self._process.pid, number)
-            except ProcessLookupError:
-                return
-            try:
-                self._process.wait(_STOP_S)
-            except subprocess.TimeoutExpired:
-                continue
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._recent.append(line.rstrip())
-            self._lines.put(line.rstrip())
-        self._lines.put(None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A line of the table: where a prompt's pages came from, and how long its first token took."""
+    """A line of the table: which tier served the prompt, and how long its first token took."""
 
-    tier: str
+    label: str
+    tier: str | None
     result: Generation
+
+    def check(self) -> None:
+        """Raises DemoError where another tier than this one served any page, or none did."""
+        by_tier = self.result.usage["cached_by_tier"]
+        expected = by_tier[self.tier] if self.tier else 0
+        if sum(by_tier.values()) != expected or (self.tier and not expected):
+            raise DemoError(f"{self.label}: tokens by tier are {by_tier}")
 
     def cells(self, cold: Generation) -> tuple[str, ...]:
         usage, ttft = self.result.usage, _ttft(self.result)
         return (
-            self.tier,
+            self.label,
             str(usage["prompt_tokens"]),
-            str(usage["cached_tokens"]),
+            *(str(usage["cached_by_tier"][tier]) for tier in _TIERS),
             f"{ttft * 1000:.0f} ms",
             f"{_ttft(cold) / ttft:.1f}x",
         )
@@ -128,28 +65,27 @@ def main() -> int:
         signal.signal(number, _leave)
     try:
         print("Starting python -m jkv.serve; the first start fetches the model and compiles for minutes.")
-        with _server() as address, connect(address) as channel:
-            _chat(channel)
-            _long_prompt(channel)
+        prompt = _logbook()
+        with temporary_folder() as folder:
+            # Load even where a slow disk makes computing faster: the demo is about loading.
+            flags = ("--l3-dir", str(folder), "--load-policy", "always")
+            with serving(*flags) as address, connect(address) as channel:
+                _chat(channel)
+                rows = _each_tier(channel, prompt)
+            print("\n4. The server starts again: L1 and L2 are empty, L3 is what is in its folder.")
+            with serving(*flags) as address, connect(address) as channel:
+                _cache(channel).Stats(pb.CacheStatsRequest())  # connects, so that TTFT does not count it
+                rows.append(_ask(channel, prompt, "L3, after a restart", "l3"))
+        _show(rows)
         print(_NEXT)
     except (DemoError, CallError) as error:
+        redraw("")
         print(f"demo: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("\ndemo: interrupted", file=sys.stderr)
         return 130
     return 0
-
-
-@contextmanager
-def _server() -> Iterator[str]:
-    server = Server()
-    try:
-        yield server.wait_until_ready()
-    finally:
-        server.stop()
-        _redraw("")
-        print("The server has stopped.")
 
 
 def _chat(channel: grpc.Channel) -> None:
@@ -176,22 +112,40 @@ def _turn(channel: grpc.Channel, request: pb.GenerateRequest, text: str) -> Gene
     return result
 
 
-def _long_prompt(channel: grpc.Channel) -> None:
-    """The same long prompt twice: computed, then from L1."""
-    request = pb.GenerateRequest(prompt=_logbook(), sampling=pb.Sampling(temperature=0, max_tokens=8))
-    print("\n3. A long prompt, never seen before, then the same again.")
-    rows = []
-    for tier in ("none (cold)", "L1, device"):
-        _status(f"computing: {tier}")
-        rows.append(Row(tier=tier, result=generate(channel, request, None, show.print_nothing)))
-    _redraw("")
-    cold, *hits = (row.result for row in rows)
-    if cold.usage["cached_tokens"] or not all(hit.usage["cached_by_tier"]["l1"] for hit in hits):
-        raise DemoError(f"expected a miss and then hits in L1, got {[row.result.usage for row in rows]}")
-    head = ("tier", "prompt tokens", "cached tokens", "TTFT", "speed-up")
-    _print_table([head, *(row.cells(cold) for row in rows)])
-    same = all(hit.choices[0].token_ids == cold.choices[0].token_ids for hit in hits)
-    print(f"The generated tokens are {'the same' if same else 'NOT the same'}.")
+def _each_tier(channel: grpc.Channel, prompt: str) -> list[Row]:
+    """The same long prompt from nowhere, then from each tier, with the tiers above it flushed."""
+    cache = _cache(channel)
+    print("\n3. A long prompt, never seen before, and then the same again from each tier of the cache.")
+    rows = [_ask(channel, prompt, "none (cold)", None), _ask(channel, prompt, "L1, device", "l1")]
+    status("waiting until all pages are written to L2 and L3")
+    cache.Drain(pb.DrainRequest())
+    cache.Flush(pb.FlushRequest(tiers=["l1"]))
+    rows.append(_ask(channel, prompt, "L2, host memory", "l2"))
+    cache.Flush(pb.FlushRequest(tiers=["l1", "l2"]))
+    rows.append(_ask(channel, prompt, "L3, disk", "l3"))
+    redraw("")
+    return rows
+
+
+def _cache(channel: grpc.Channel) -> Any:
+    return pb_grpc.CacheStub(channel)
+
+
+def _ask(channel: grpc.Channel, prompt: str, label: str, tier: str | None) -> Row:
+    status(f"asking: {label}")
+    request = pb.GenerateRequest(prompt=prompt, sampling=pb.Sampling(temperature=0, max_tokens=8))
+    row = Row(label=label, tier=tier, result=generate(channel, request, None, show.print_nothing))
+    row.check()
+    return row
+
+
+def _show(rows: list[Row]) -> None:
+    cold = rows[0].result
+    print()
+    for line in aligned([_HEAD, *(row.cells(cold) for row in rows)]):
+        print(f"  {line}")
+    same = all(row.result.choices[0].token_ids == cold.choices[0].token_ids for row in rows)
+    print(f"The generated tokens are {'the same' if same else 'NOT the same'} each time.")
 
 
 def _logbook() -> str:
@@ -206,31 +160,10 @@ def _logbook() -> str:
     return "The logbook of a lighthouse.\n" + "\n".join(days) + "\nIn short, the keeper"
 
 
-def _print_table(rows: list[tuple[str, ...]]) -> None:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for first, *others in rows:
-        numbers = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
-        print("  ".join(("", first.ljust(widths[0]), *numbers)))
-
-
 def _ttft(result: Generation) -> float:
     if result.ttft is None:
         raise DemoError("no token arrived")
     return result.ttft
-
-
-def _status(text: str) -> None:
-    """A line of progress, which the next one overwrites on a terminal."""
-    if not _redraw(f"  {text}"):
-        print(f"  {text}", flush=True)
-
-
-def _redraw(text: str) -> bool:
-    """Overwrites the current line of a terminal; False where there is none."""
-    if sys.stdout.isatty():
-        width = shutil.get_terminal_size().columns - 1  # a full line would wrap and stay
-        print(f"\r\x1b[K{text[:width]}", end="", flush=True)
-    return sys.stdout.isatty()
 
 
 def _leave(number: int, _: object) -> NoReturn:

@@ -26,21 +26,37 @@ def _listens(line: str) -> bool:
 
 
 @pytest.mark.full
-def test_it_shows_hits_and_leaves_nothing_running() -> None:
+def test_it_shows_a_hit_in_every_tier_and_leaves_nothing_behind(tmp_path: Path) -> None:
     done = subprocess.run(
-        _DEMO, cwd=_ROOT, env=environment(), capture_output=True, text=True, timeout=600, check=False
+        _DEMO,
+        cwd=_ROOT,
+        env=environment(TMPDIR=str(tmp_path)),
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert "generated in turn 1" in done.stdout
-    row = re.search(r"L1, device +(\d+) +(\d+)", done.stdout)
-    assert row is not None
-    assert int(row[1]) - 64 <= int(row[2]) < int(row[1])
-    assert not _listens(done.stdout)
+    assert "The generated tokens are the same each time." in done.stdout
+    rows = re.findall(r"^  (\S.*?) +(\d+) +(\d+) +(\d+) +(\d+) +\d+ ms", done.stdout, re.MULTILINE)
+    prompt = int(rows[0][1])
+    hit = str(prompt // 64 * 64 if prompt % 64 else prompt - 1)
+    assert rows == [
+        ("none (cold)", str(prompt), "0", "0", "0"),
+        ("L1, device", str(prompt), hit, "0", "0"),
+        ("L2, host memory", str(prompt), "0", hit, "0"),
+        ("L3, disk", str(prompt), "0", "0", hit),
+        ("L3, after a restart", str(prompt), "0", "0", hit),
+    ]
+    assert not any(_listens(line) for line in done.stdout.splitlines() if "listening on" in line)
+    assert not list(tmp_path.glob("jkv-demo-*"))
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_it_and_its_server(number: int, status: int) -> None:
-    with subprocess.Popen(_DEMO, cwd=_ROOT, env=environment(), stdout=subprocess.PIPE, text=True) as demo:
+def test_a_signal_ends_it_and_its_server(number: int, status: int, tmp_path: Path) -> None:
+    variables = environment(TMPDIR=str(tmp_path))
+    with subprocess.Popen(_DEMO, cwd=_ROOT, env=variables, stdout=subprocess.PIPE, text=True) as demo:
         assert demo.stdout is not None
         first, listening = demo.stdout.readline(), demo.stdout.readline()
         assert "Starting" in first
@@ -50,3 +66,4 @@ def test_a_signal_ends_it_and_its_server(number: int, status: int) -> None:
         assert demo.wait(15) == status
     assert "The server has stopped." in rest
     assert not _listens(listening)
+    assert not list(tmp_path.glob("jkv-demo-*"))
