@@ -20,6 +20,7 @@ from jkv.client.rpc import CallError, Generation, connect, generate
 from jkv.errors import ConfigError
 
 _HEALTH_TIMEOUT = 5.0
+_DETAIL_TIMEOUT = 1.0  # what is not needed to tell whether the server serves
 
 
 def run_generate(args: argparse.Namespace, connection: Connection) -> int:
@@ -70,12 +71,29 @@ def run_health(args: argparse.Namespace, connection: Connection) -> int:
     with connect(connection.address) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout)
-    status = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+        status = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+        failing = _failing_tiers(channel, min(timeout, _DETAIL_TIMEOUT)) if status == "SERVING" else {}
     if connection.json:
-        show.print_json({"status": status})
+        show.print_json({"status": status, "failing_tiers": failing})
     else:
         print(status)
+        for tier, reasons in failing.items():
+            print(f"{tier} is not used for now: {reasons}", file=sys.stderr)
     return 0 if status == "SERVING" else 1
+
+
+def _failing_tiers(channel: grpc.Channel, timeout: float) -> dict[str, str]:
+    """Tiers whose breaker is not closed, with their errors by reason; none where the server does not tell."""
+    stub: Any = pb_grpc.CacheStub(channel)
+    try:
+        tiers = stub.Stats(pb.CacheStatsRequest(), timeout=timeout).tiers
+    except grpc.RpcError:
+        return {}
+    return {
+        tier.tier: ", ".join(f"{reason} {count}" for reason, count in sorted(tier.errors_by_reason.items()))
+        for tier in tiers
+        if tier.breaker != "closed"
+    }
 
 
 def _converse(request: pb.GenerateRequest, connection: Connection) -> int:

@@ -141,13 +141,19 @@ def test_tokenize_prints_ids_that_generate_takes(server: Server, capsys: Capture
     assert json.loads(capsys.readouterr().out) == {"ids": [104, 105], "count": 2}
 
 
-def test_health_follows_the_server(capsys: Capture) -> None:
+def test_health_follows_the_server_and_names_failing_tiers(capsys: Capture) -> None:
     with running() as (server, loop):
         assert run_client(server, "health") == 0
-        assert capsys.readouterr().out == "SERVING\n"
+        reasons = "checksum 1, timeout 2"
+        assert capsys.readouterr() == ("SERVING\n", f"l3 is not used for now: {reasons}\n")
+        assert run_client(server, "health", "--json") == 0
+        assert json.loads(capsys.readouterr().out) == {"status": "SERVING", "failing_tiers": {"l3": reasons}}
+        server.cache.failure = ValueError("no stats")
+        assert run_client(server, "health") == 0
+        assert capsys.readouterr() == ("SERVING\n", "")
         asyncio.run_coroutine_threadsafe(server.server.close(), loop).result(10)
         assert run_client(server, "health", "--json") == 1
-        assert json.loads(capsys.readouterr().out) == {"status": "NOT_SERVING"}
+        assert json.loads(capsys.readouterr().out) == {"status": "NOT_SERVING", "failing_tiers": {}}
 
 
 @pytest.mark.parametrize(
