@@ -15,6 +15,7 @@ from jkv.api.grpc_server import GrpcServer, join_address
 from jkv.api.prompt import Backend
 from jkv.cache.control import CacheControl
 from jkv.config import GIB, ServeConfig, parse_config
+from jkv.engine.host_memory import keep_freed_memory
 from jkv.engine.request import Generator
 from jkv.errors import ConfigError, EngineFailedError, JkvError
 from jkv.progress import ProgressLine
@@ -61,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = parse_config(argv)
         _set_up_logging(config)
-        _prepare_environment()
+        _prepare_memory()
         from jkv.engine.build import build_engine  # imports jax, which reads the environment once
 
         asyncio.run(serve(config, build_engine))
@@ -131,8 +132,9 @@ def _progress() -> ProgressLine:
     return progress
 
 
-def _prepare_environment() -> None:
-    """On GPUs XLA caps pinned host memory at 64 GB where only the machine should; others ignore this."""
+def _prepare_memory() -> None:
+    """Before jax starts. On GPUs XLA caps pinned host memory at 64 GB where only the machine should."""
+    keep_freed_memory()
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     os.environ.setdefault(_PINNED_LIMIT, str(max(1, total // GIB)))
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import jax
 
 from jkv.config import GIB, ServeConfig
+from jkv.engine.host_memory import host_available
 from jkv.engine.programs import Program, ProgramPlan, gather_name, programs, sample_name, step_name
 from jkv.engine.sampling import SamplerState
 from jkv.errors import ConfigError
@@ -17,7 +16,6 @@ from jkv.errors import ConfigError
 _CPU_L1_BYTES = GIB
 # What the device's allocator and streams keep for themselves beside what programs declare.
 _DEVICE_RESERVE = 0.02
-_MEMINFO = Path("/proc/meminfo")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +67,7 @@ def l1_pages(config: ServeConfig, page_bytes: int, memory: Memory) -> int:
 
 def host_memory() -> Memory:
     """On CPU, L1 shares the machine's memory with everything else: a GiB unless asked otherwise."""
-    available = _host_available()
+    available = host_available()
     return Memory(available=available, default=min(_CPU_L1_BYTES, available))
 
 
@@ -126,10 +124,3 @@ def state_bytes(plan: ProgramPlan) -> int:
 def staging_bytes(plan: ProgramPlan) -> int:
     """Bytes of pages on their way into L1: one batch is written while the next one arrives."""
     return 2 * plan.page_buckets[-1] * plan.pool.page_bytes
-
-
-def _host_available() -> int:
-    if not _MEMINFO.exists():  # macOS, which tells only what there is in all
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    fields = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
-    return int(fields["MemAvailable"].split()[0]) * 1024

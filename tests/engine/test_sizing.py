@@ -9,6 +9,7 @@ import jax
 import pytest
 
 from jkv.config import GIB, ServeConfig
+from jkv.engine import host_memory as host_memory_module
 from jkv.engine import sizing
 from jkv.engine.programs import ProgramPlan, programs
 from jkv.engine.sizing import Memory, ProgramBytes, device_memory, host_memory, l1_pages, left_for_l1
@@ -95,13 +96,15 @@ def test_a_device_that_does_not_tell_its_memory_is_refused(
 
 def test_the_host_gives_a_gib_unless_it_has_less(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
-    monkeypatch.setattr(sizing, "_MEMINFO", meminfo)
+    monkeypatch.setattr(host_memory_module, "_MEMINFO", meminfo)
     meminfo.write_text("MemTotal:       24 kB\nMemAvailable:   17 kB\nHugePages_Total:       0\n")
     assert host_memory() == Memory(available=17 * 1024, default=17 * 1024)
     meminfo.write_text(f"MemAvailable: {3 * 2**20} kB\n")
     assert host_memory() == Memory(available=3 * GIB, default=GIB)
-    monkeypatch.setattr(sizing, "_MEMINFO", tmp_path / "none")
-    monkeypatch.setattr(sizing.os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 10}.__getitem__)
+    monkeypatch.setattr(host_memory_module, "_MEMINFO", tmp_path / "none")
+    monkeypatch.setattr(
+        host_memory_module.os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 10}.__getitem__
+    )
     assert host_memory() == Memory(available=40960, default=40960)
 
 
