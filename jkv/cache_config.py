@@ -16,7 +16,7 @@ PAGE_SIZES = (8, 16, 32, 64, 128, 256)
 _UNITS = {"": GIB, "GiB": GIB, "MiB": MIB, "TiB": 2**40}
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*(MiB|GiB|TiB|)\s*", re.IGNORECASE)
 # A folder of the store; one that starts with a dot could be "..".
-_OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_OWNER = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 _KV_DTYPES = ("auto", "float32", "bfloat16", "int8")
 _WRITE_POLICIES = ("write-through", "write-through-selective", "write-back")
 _LOAD_POLICIES = ("auto", "always")
@@ -111,14 +111,16 @@ class CacheConfig:
         help="which pages are worth the disk: all, or those that a second request has used",
     )
     l3_write_mib_per_s: float | None = flag(
-        group=_L3, default_text="no limit", help="most MiB a second to write; pages beyond it are not kept"
+        group=_L3,
+        default_text="no limit",
+        help="most MiB a second to write; pages wait in L2 for it, or are not written where it is full",
     )
     l3_daily_write_gib: float | None = flag(
         group=_L3,
         parse=parse_gib,
         metavar="SIZE",
         default_text="no limit",
-        help="most to write in 24 hours, which bounds the wear of an SSD; pages beyond it are not kept",
+        help="most to write in a day (UTC), which bounds the wear of an SSD; pages beyond it are not written",
     )
 
     write_policy: str = flag(
@@ -157,7 +159,7 @@ class CacheConfig:
         if self.l3_owner is not None and not _OWNER.fullmatch(self.l3_owner):
             raise ConfigError(
                 f"--l3-owner {self.l3_owner!r}: must be 1 to 64 letters, digits, '.', '_' or '-', "
-                "and start with a letter or digit"
+                "not starting with '.'"
             )
 
     @property

@@ -73,7 +73,7 @@ def test_instance_ids_differ_between_processes() -> None:
         (["--l3-dir", "/x", "--l3-gib", "0MiB"], ["--l3-gib 0", "greater than 0"]),
         (["--l3-dir", " "], ["--l3-dir ' '", "empty"]),
         (["--l3-dir", "/x", "--l3-owner", "../other"], ["--l3-owner '../other'", "letters, digits"]),
-        (["--l3-dir", "/x", "--l3-owner", ".."], ["--l3-owner '..'", "start with a letter or digit"]),
+        (["--l3-dir", "/x", "--l3-owner", ".."], ["--l3-owner '..'", "not starting with '.'"]),
         (["--l3-dir", "/x", "--l3-min-tokens", "-1"], ["--l3-min-tokens -1", "0 or more"]),
         (["--l3-dir", "/x", "--l3-admission", "never"], ["--l3-admission never", "always, second-use"]),
         (["--l3-dir", "/x", "--l3-write-mib-per-s", "0"], ["--l3-write-mib-per-s 0", "greater than 0"]),
