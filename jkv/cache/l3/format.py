@@ -107,11 +107,10 @@ def verify(identity: StoreIdentity, info: PageInfo, data: bytes) -> Reason | Non
     body, checksum = view[:_BODY_BYTES], view[_BODY_BYTES:HEADER_BYTES]
     if xxh3_128_digest(body) != checksum:
         return Reason.CORRUPT
-    payload = xxh3_128_digest(view[HEADER_BYTES:])
     stored = _FIXED.unpack_from(data)[8]
     if body != _header(identity, info, stored)[:_BODY_BYTES]:
         return Reason.MISMATCH
-    return None if payload == stored else Reason.CORRUPT
+    return None if xxh3_128_digest(view[HEADER_BYTES:]) == stored else Reason.CORRUPT
 
 
 def payload(data: bytes) -> np.ndarray:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -135,12 +137,16 @@ class KvObjects:
             raise object_error(error) from error
 
     def delete_prefix(self, prefix: str) -> None:
-        """Deletes all objects whose names start with `prefix`, which ends with a slash.
+        """Deletes all objects whose names start with `prefix`, which ends with a slash, and their directory.
 
         Raises:
             ObjectError: not all could be deleted.
         """
         try:
+            if self.root is not None:  # TensorStore would leave directories and temporary files
+                with contextlib.suppress(FileNotFoundError):
+                    shutil.rmtree(self.root / prefix)
+                return
             self._kv.delete_range(ts.KvStore.KeyRange(prefix, _after(prefix))).result()
         except (ValueError, OSError) as error:
             raise object_error(error) from error
