@@ -29,8 +29,11 @@ log = logging.getLogger("jkv.serve")
 _PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
 
-class RunningEngine(Generator, CacheControl, Protocol):
+class RunningEngine(Generator, Protocol):
     """An engine with a life of its own."""
+
+    @property
+    def cache(self) -> CacheControl: ...
 
     async def drain(self, timeout: float) -> None:
         """Refuse new requests, end once the running ones are done; cancel them after `timeout` seconds."""
@@ -99,7 +102,7 @@ async def serve(config: ServeConfig, build: Build) -> None:
     await server.open(
         Backend(
             generator=built.engine,
-            cache=built.engine,
+            cache=built.engine.cache,
             served_name=built.served_name,
             tokenizer=built.tokenizer,
             chat_template=built.chat_template,

@@ -45,6 +45,11 @@ class CostGate:
         self._loads[tier].record(pages, seconds)
         self._measured_at[tier] = self._clock()
 
+    def load_pages_per_s(self, tier: Tier) -> float:
+        """The speed of a long load; 0 while unmeasured."""
+        cost = self._loads.get(tier)
+        return cost.per_s if cost else 0.0
+
     def load_seconds(self, tier: Tier, pages: int) -> float:
         """The expected time to load; 0 while unmeasured."""
         cost = self._loads.get(tier)

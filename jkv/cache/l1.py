@@ -3,23 +3,22 @@
 Owner: the engine's thread. A page is free, filling (private to requests that compute it) or cached (full,
 found by its key). Cached pages nobody uses stay until their room is needed, least recently used first. A
 request uses whole prefixes and gives its pages back deepest first, so that order also evicts leaves before
-their parents.
+their parents. Pinned pages are not evicted.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from jkv.cache.keys import pack_tokens
+from jkv.cache.pages import PageInfo
 
 
 @dataclass(slots=True)
 class _Page:
     refs: int = 0
-    key: bytes | None = None
-    tokens: bytes = b""  # packed
+    info: PageInfo | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,39 +32,58 @@ class L1Counts:
 
 
 class L1Pool:
-    """Pages `0 .. total - 1` of the device pool and the prefix index over the cached ones."""
+    """Pages `0 .. total - 1` of the device pool and the prefix index over the cached ones.
+
+    `on_evict`, where set, is told of every cached page before its room is given away.
+    """
 
     def __init__(self, total: int, page_size: int) -> None:
         if total < 1 or page_size < 1:
             raise ValueError(f"an L1 pool needs pages and a page size, got {total} and {page_size}")
         self.total, self.page_size = total, page_size
         self.evictions = 0
-        self._pages = [_Page() for _ in range(total)]
-        self._free = list(range(total - 1, -1, -1))
+        self.on_evict: Callable[[int, PageInfo], None] | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets everything, as after the loss of the device pool; pins stay."""
+        self._pages = [_Page() for _ in range(self.total)]
+        self._free = list(range(self.total - 1, -1, -1))
         self._index: dict[bytes, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # cached pages without a user, oldest first
+        self._kept: set[int] = set()  # those of them that are pinned: in `_kept` instead
+        self._pins: set[bytes] = getattr(self, "_pins", set())
 
     @property
     def available(self) -> int:
         """Pages that `allocate` can hand out now, by evicting idle ones where needed."""
         return len(self._free) + len(self._idle)
 
+    @property
+    def pinned(self) -> int:
+        """Cached pages that a pin keeps."""
+        return sum(key in self._index for key in self._pins)
+
+    @property
+    def cached(self) -> int:
+        """Pages that can be found, in use or not."""
+        return len(self._index)
+
     def counts(self) -> L1Counts:
-        free, idle = len(self._free), len(self._idle)
+        free, idle = len(self._free), len(self._idle) + len(self._kept)
         return L1Counts(total=self.total, free=free, in_use=self.total - free - idle, cached=idle)
 
-    def find(self, key: bytes, tokens: Sequence[int]) -> int | None:
-        """The cached page of this key; its stored tokens are compared with `tokens` too."""
-        page = self._index.get(key)
-        if page is None or self._pages[page].tokens != pack_tokens(tokens):
-            return None
-        return page
+    def find(self, info: PageInfo) -> int | None:
+        """The cached page with this identity; tokens are compared, not only the key."""
+        page = self._index.get(info.key)
+        return None if page is None or self._pages[page].info != info else page
 
     def acquire(self, page: int) -> None:
         """Adds a user to a page that `find` returned; it cannot be evicted until released."""
         state = self._pages[page]
         if state.refs == 0:
-            del self._idle[page]
+            self._idle.pop(page, None)
+            self._kept.discard(page)
         state.refs += 1
 
     def allocate(self, count: int) -> list[int] | None:
@@ -79,20 +97,19 @@ class L1Pool:
             self._pages[page].refs = 1
         return pages
 
-    def publish(self, page: int, key: bytes, tokens: Sequence[int]) -> int:
+    def publish(self, page: int, info: PageInfo) -> int:
         """Makes a full page findable; returns the page to use from now on.
 
-        Where another page already holds the same key and tokens, that one gains a user in this one's stead
-        and this one is released, so that equal prefixes keep one copy. A different page under the same key
-        (a hash collision) leaves this one private.
+        Where another page already holds the same, that one gains a user in this one's stead and this one is
+        released, so that equal prefixes keep one copy. A different page under the same key (a hash collision)
+        leaves this one private.
         """
-        state, packed = self._pages[page], pack_tokens(tokens)
-        other = self._index.get(key)
+        other = self._index.get(info.key)
         if other is None:
-            state.key, state.tokens = key, packed
-            self._index[key] = page
+            self._pages[page].info = info
+            self._index[info.key] = page
             return page
-        if other == page or self._pages[other].tokens != packed:
+        if other == page or self._pages[other].info != info:
             return page
         self.acquire(other)
         self.release([page])
@@ -107,34 +124,82 @@ class L1Pool:
             state = self._pages[page]
             assert state.refs > 0, f"page {page} released more often than acquired"
             state.refs -= 1
-            if state.refs:
-                continue
-            if state.key is None:
-                self._free.append(page)
-            else:
-                self._idle[page] = None
+            if state.refs == 0:
+                self._rest(page, state)
+
+    def pin(self, key: bytes) -> bool:
+        """Exempts the page of this key from eviction, now or once it is cached; whether it is cached now."""
+        self._pins.add(key)
+        page = self._index.get(key)
+        if page is not None and page in self._idle:
+            del self._idle[page]
+            self._kept.add(page)
+        return page is not None
+
+    def unpin(self, key: bytes) -> None:
+        self._pins.discard(key)
+        page = self._index.get(key)
+        if page is not None and page in self._kept:
+            self._kept.remove(page)
+            self._idle[page] = None
+
+    def unpin_all(self) -> None:
+        for key in list(self._pins):
+            self.unpin(key)
+
+    def forget(self, key: bytes) -> bool:
+        """Takes a page out of the index; whether it was there. Its users, if any, keep it privately."""
+        page = self._index.pop(key, None)
+        if page is None:
+            return False
+        self._pages[page].info = None
+        if self._pages[page].refs == 0:
+            self._idle.pop(page, None)
+            self._kept.discard(page)
+            self._free.append(page)
+        return True
+
+    def held(self) -> Iterator[PageInfo]:
+        """Every page that can be found."""
+        return (info for page in self._index.values() if (info := self._pages[page].info) is not None)
+
+    def idle(self) -> list[tuple[int, PageInfo]]:
+        """Cached pages that nobody uses and no pin keeps, the next to be evicted first."""
+        return [(page, info) for page in self._idle if (info := self._pages[page].info) is not None]
 
     def check(self) -> None:
         """Raises AssertionError where the bookkeeping contradicts itself."""
         free, idle = set(self._free), set(self._idle)
         assert len(free) == len(self._free), "a page is free twice"
-        assert not free & idle, "a page is both free and cached"
+        resting = free | idle | self._kept
+        assert len(resting) == len(free) + len(idle) + len(self._kept), "a page is in two states"
         for number, page in enumerate(self._pages):
-            assert (page.refs == 0) == (number in free or number in idle), f"page {number} is lost"
-            assert (number in free) <= (page.key is None), f"free page {number} still has a key"
-            assert (number in idle) <= (page.key is not None), f"idle page {number} has no key"
-            if page.key is not None:
-                assert self._index.get(page.key) == number, f"page {number} is not found by its key"
-                assert len(page.tokens) == 4 * self.page_size, f"page {number} is cached but not full"
-        assert len(self._index) == sum(p.key is not None for p in self._pages), "the index has stale keys"
+            assert (page.refs == 0) == (number in resting), f"page {number} is lost"
+            assert (number in free) <= (page.info is None), f"free page {number} can still be found"
+            assert (number in idle | self._kept) <= (page.info is not None), f"idle page {number} has no key"
+            if page.info is not None:
+                assert self._index.get(page.info.key) == number, f"page {number} is not found by its key"
+                assert len(page.info.tokens) == 4 * self.page_size, f"page {number} is cached but not full"
+                assert number not in self._kept or page.info.key in self._pins, f"no pin keeps page {number}"
+        assert len(self._index) == sum(p.info is not None for p in self._pages), "the index has stale keys"
         counts = self.counts()
         assert counts.free + counts.in_use + counts.cached == counts.total
 
+    def _rest(self, page: int, state: _Page) -> None:
+        if state.info is None:
+            self._free.append(page)
+        elif state.info.key in self._pins:
+            self._kept.add(page)
+        else:
+            self._idle[page] = None
+
     def _evict_oldest(self) -> None:
         page, _ = self._idle.popitem(last=False)
-        state = self._pages[page]
-        assert state.key is not None
-        del self._index[state.key]
+        info = self._pages[page].info
+        assert info is not None
+        if self.on_evict is not None:
+            self.on_evict(page, info)
+        del self._index[info.key]
         self._pages[page] = _Page()
         self._free.append(page)
         self.evictions += 1

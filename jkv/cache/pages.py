@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+
+from jkv.cache.keys import pack_tokens, page_keys
 
 SALT_TAG_BYTES = 4
 
@@ -29,3 +32,12 @@ class PageInfo:
     def salt_tag(self) -> bytes:
         """4 bytes that requests of one salt share; enough to evict a salt by, not to trust."""
         return self.root[:SALT_TAG_BYTES]
+
+
+def page_infos(root: bytes, parent: bytes, tokens: Sequence[int], page_size: int) -> list[PageInfo]:
+    """Every full page of `tokens`, which follow the page with key `parent` (or the request root itself)."""
+    keys, packed, step = page_keys(parent, tokens, page_size), pack_tokens(tokens), 4 * page_size
+    return [
+        PageInfo(key, before, root, packed[i * step : (i + 1) * step])
+        for i, (key, before) in enumerate(zip(keys, [parent, *keys[:-1]], strict=True))
+    ]

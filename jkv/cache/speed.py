@@ -31,6 +31,11 @@ class LinearCost:
     def measured(self) -> bool:
         return self._weight > 0
 
+    @property
+    def per_s(self) -> float:
+        """Amount per second, all in all; 0 before the first measurement."""
+        return self._x / self._y if self._y else 0.0
+
     def record(self, amount: float, seconds: float) -> None:
         self._weight = _KEEP * self._weight + 1
         self._x = _KEEP * self._x + amount

@@ -15,14 +15,16 @@ import jax
 
 from jkv.cache.keys import ModelIdentity
 from jkv.cache.l1 import L1Pool
+from jkv.cache.l3.format import StoreIdentity
 from jkv.config import GIB, ServeConfig
 from jkv.engine.engine import Engine
-from jkv.engine.loop import EngineLoop
+from jkv.engine.loop import EngineLoop, Inbox
 from jkv.engine.programs import Program, ProgramPlan, programs, table_width
 from jkv.engine.request import EngineInfo
 from jkv.engine.runner import Runner
 from jkv.engine.scheduler import Limits, Scheduler
 from jkv.engine.sizing import plan_l1
+from jkv.engine.tiers import build_lower
 from jkv.errors import ConfigError
 from jkv.kernels.kv_pool import PoolShape, stored_dtype
 from jkv.kernels.xla_attention import BATCH_INVARIANT_CPU_OPTIONS
@@ -115,6 +117,9 @@ def build_from_checkpoint(
         page_size=config.page_size,
         page_layout="head,layer,token,2*dim",
     )
+    runner = Runner(plan, params, compiled, config.seed)
+    runner.warm_up()
+    loop = _build_loop(config, runner, identity, frozenset(model.eos_token_ids))
     info = EngineInfo(
         model=name,
         vocab_size=model.vocab_size,
@@ -123,23 +128,39 @@ def build_from_checkpoint(
         l1_pages=plan.pool.pages,
         eos_token_ids=frozenset(model.eos_token_ids),
     )
+    engine = Engine(info, loop, runner.page_bytes)
+    engine.start()
+    return engine
+
+
+def _build_loop(
+    config: ServeConfig, runner: Runner, identity: ModelIdentity, eos: frozenset[int]
+) -> EngineLoop:
+    """The engine's thread with its scheduler and tiers, not started."""
+    plan, inbox = runner.plan, Inbox()
+    store_identity = StoreIdentity(
+        model_root=identity.root(),
+        kv_dtype=identity.kv_dtype,
+        page_shape=plan.pool.page_shape,
+        page_bytes=runner.page_bytes,
+        page_size=config.page_size,
+    )
+    pool = L1Pool(plan.pool.pages, config.page_size)
+    lower = build_lower(config, pool, runner, store_identity, inbox.put)
     limits = Limits(
         max_num_seqs=plan.max_num_seqs,
         max_batched_tokens=plan.max_batched_tokens,
         max_mixed_tokens=config.max_mixed_tokens,
     )
-    runner = Runner(plan, params, compiled, config.seed)
-    runner.warm_up()
-    loop = EngineLoop(
-        Scheduler(L1Pool(plan.pool.pages, config.page_size), limits),
+    return EngineLoop(
+        Scheduler(pool, limits, lower),
         runner,
+        inbox,
         model_root=identity.root(),
-        eos=info.eos_token_ids,
+        eos=eos,
         max_queue=config.max_queue,
+        write_out_s=config.drain_timeout,
     )
-    engine = Engine(info, loop)
-    engine.start()
-    return engine
 
 
 def use_compilation_cache() -> None:

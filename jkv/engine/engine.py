@@ -7,6 +7,8 @@ import logging
 import time
 from collections.abc import AsyncGenerator
 
+from jkv.engine.cache_admin import CacheAdmin
+from jkv.engine.cache_control import EngineCache
 from jkv.engine.loop import EngineLoop
 from jkv.engine.request import EngineInfo, EngineRequest, TokenOutput
 from jkv.engine.stats import EngineStats
@@ -19,12 +21,18 @@ _POLL_S = 0.05
 class Engine:
     """Implements `jkv.engine.request.Generator`. Safe to use from several event loops."""
 
-    def __init__(self, info: EngineInfo, loop: EngineLoop) -> None:
+    def __init__(self, info: EngineInfo, loop: EngineLoop, page_bytes: int) -> None:
         self._info, self._loop = info, loop
+        admin = CacheAdmin(loop.scheduler, loop.transfers, page_bytes)
+        self._cache = EngineCache(loop, admin, info.page_size)
 
     @property
     def info(self) -> EngineInfo:
         return self._info
+
+    @property
+    def cache(self) -> EngineCache:
+        return self._cache
 
     @property
     def stats(self) -> EngineStats:

@@ -8,22 +8,34 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
 
 from jkv.cache.keys import request_root
 from jkv.engine.report import ActivityReport, describe_l1
-from jkv.engine.request import CachedByTier, EngineRequest, FinishReason, Logprob, TokenOutput
+from jkv.engine.request import EngineRequest, FinishReason, Logprob, TokenOutput
 from jkv.engine.runner import Pending, Runner
-from jkv.engine.scheduler import Scheduler
+from jkv.engine.scheduler import Chunk, Scheduler
 from jkv.engine.sequence import Sequence
 from jkv.engine.stats import EngineStats
+from jkv.engine.transfers import Transfers
 from jkv.errors import OverloadedError, ShuttingDownError
 
 _log = logging.getLogger(__name__)
 _CHECK_EVERY_S = 30.0
 _RETRY_S = (0.05, 60.0)
 
+Inbox = queue.SimpleQueue[Callable[[], None]]
 Sink = Callable[[TokenOutput], None]
+
+
+# How often a loop that waits for pages looks whether a deadline has passed.
+_STALL_S = 0.02
+
+R = TypeVar("R")
 
 
 @dataclass(eq=False)
@@ -40,16 +52,24 @@ class Ticket:
 class EngineLoop:
     """Runs steps while there is work, one step ahead of reading their tokens.
 
-    `submit`, `abort`, `stats` and `stop` may be called from any thread; everything else belongs to the
-    loop's own.
+    `submit`, `abort`, `call`, `stats` and `stop` may be called from any thread; everything else belongs to
+    the loop's own. `inbox` holds what other threads want done on it.
     """
 
     def __init__(
-        self, scheduler: Scheduler, runner: Runner, *, model_root: bytes, eos: frozenset[int], max_queue: int
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        inbox: Inbox,
+        *,
+        model_root: bytes,
+        eos: frozenset[int],
+        max_queue: int,
+        write_out_s: float,
     ) -> None:
-        self._scheduler, self._runner = scheduler, runner
-        self._model_root, self._eos, self._max_queue = model_root, eos, max_queue
-        self._inbox: queue.SimpleQueue[tuple[str, Ticket | None]] = queue.SimpleQueue()
+        self.scheduler, self.transfers, self.model_root = scheduler, Transfers(scheduler, runner), model_root
+        self._runner, self._inbox = runner, inbox
+        self._eos, self._max_queue, self._write_out_s = eos, max_queue, write_out_s
         self._tickets: dict[Sequence, Ticket] = {}
         self._arrivals = itertools.count()
         self._lock = threading.Lock()  # guards _alive, _open and _finish_interval
@@ -62,6 +82,8 @@ class EngineLoop:
         self._stats = EngineStats(l1=scheduler.pool.counts())
         self._report = ActivityReport(self._stats)
         self._stopping = False
+        self._stalled = False  # nothing can go on before something arrives
+        self._step_tokens, self._step_since = 0, 0.0  # of the step under way, if it only prefills
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -82,7 +104,7 @@ class EngineLoop:
         with self._lock:
             if not self._open:
                 raise ShuttingDownError("the engine is shutting down")
-            waiting = self._alive - self._scheduler.limits.max_num_seqs
+            waiting = self._alive - self.scheduler.limits.max_num_seqs
             if waiting >= self._max_queue:
                 low, high = _RETRY_S
                 raise OverloadedError(
@@ -91,12 +113,27 @@ class EngineLoop:
                 )
             self._alive += 1
             # Under the lock, so that it comes before the "stop" that follows `close`.
-            self._inbox.put(("submit", ticket))
+            self._inbox.put(partial(self._accept, ticket))
         return ticket
 
     def abort(self, ticket: Ticket) -> None:
         """Cancels a request at the next step; one that has ended is left alone."""
-        self._inbox.put(("abort", ticket))
+        self._inbox.put(partial(self._cancel, ticket))
+
+    def call(self, function: Callable[[Future[R]], None]) -> Future[R]:
+        """Has `function` called between two steps; it settles the future it is given, then or later."""
+        future: Future[R] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                function(future)
+            except Exception as error:
+                future.set_exception(error)
+
+        self._inbox.put(run)
+        return future
 
     @property
     def alive(self) -> int:
@@ -112,7 +149,7 @@ class EngineLoop:
     def stop(self) -> None:
         """Cancels what is left and ends the thread."""
         self.close()
-        self._inbox.put(("stop", None))
+        self._inbox.put(self._stop)
         self._thread.join()
 
     @property
@@ -129,14 +166,15 @@ class EngineLoop:
             self._take_inbox(block=False)  # requests that came just before are answered as well
             for seq in list(self._tickets):
                 self._close_ticket(seq, FinishReason.ERROR, None, "the engine failed")
+            self.scheduler.lower.close()
 
     def _serve(self) -> None:
         pending: Pending | None = None
         while not self._stopping:
-            idle = pending is None and self._scheduler.idle
+            idle = pending is None and self.scheduler.idle and self.transfers.idle
             if idle:
                 _log.debug("idle, %s", describe_l1(self._stats.l1))
-            self._take_inbox(block=idle)
+            self._take_inbox(block=idle or self._stalled, timeout=None if idle else _STALL_S)
             if idle:
                 self._report.resume(time.monotonic())
             try:
@@ -149,21 +187,37 @@ class EngineLoop:
                 pending = None
         for seq in list(self._tickets):
             self._end(seq, FinishReason.CANCELLED, error="the server shut down")
+        self._write_out()
 
     def _turn(self, pending: Pending | None) -> Pending | None:
         """Dispatches the next step, then reads the one before it while the device works."""
         self._expire()
-        chunks = self._scheduler.schedule()
+        chunks = self.scheduler.schedule()
+        moved = self.transfers.before_step(alone=pending is None)
         following = self._runner.dispatch(chunks) if chunks else None
         if pending is not None:
             for seq, token, logprob in pending.read():
                 self._commit(seq, token, logprob)
-        if chunks:
-            self._totals["steps"] += 1
+            self._measure_prefill()
+        self.transfers.after_step()
+        self._stalled = not chunks and pending is None and not moved
+        self._note_step(chunks)
         self._snapshot()
         if line := self._report.observe(self._stats, time.monotonic()):
             _log.info(line)
         return following
+
+    def _note_step(self, chunks: Seq[Chunk]) -> None:
+        self._totals["steps"] += bool(chunks)
+        prefill = all(c.count > 1 for c in chunks)
+        self._step_tokens = sum(c.count for c in chunks) if prefill else 0
+        self._step_since = time.monotonic()
+
+    def _measure_prefill(self) -> None:
+        """The step just read ran since the one before it was read, for there always is a next one waiting."""
+        if self._step_tokens >= self.scheduler.pool.page_size:
+            gate = self.scheduler.lower.gate
+            gate.record_prefill(self._step_tokens, time.monotonic() - self._step_since)
 
     def _commit(self, seq: Sequence, token: int, logprob: Logprob | None) -> None:
         if seq.finish_reason is not None:
@@ -173,13 +227,13 @@ class EngineLoop:
             self._totals["prompt_tokens"] += seq.prompt_len
             self._totals["cached_tokens"] += seq.cached_tokens
         self._totals["generated_tokens"] += 1
-        self._scheduler.commit(seq, token)
+        self.scheduler.commit(seq, token)
         reason = self._finish_reason(seq, token)
         output = TokenOutput(
             token_ids=(token,),
             logprobs=() if logprob is None else (logprob,),
             finish_reason=reason,
-            cached=CachedByTier(l1=seq.cached_tokens),
+            cached=seq.cached_by_tier,
         )
         if reason is None:
             self._tickets[seq].sink(output)
@@ -197,7 +251,7 @@ class EngineLoop:
     def _end(
         self, seq: Sequence, reason: FinishReason, output: TokenOutput | None = None, *, error: str = ""
     ) -> None:
-        self._scheduler.finish(seq, reason)
+        self.scheduler.finish(seq, reason)
         self._close_ticket(seq, reason, output, error)
 
     def _close_ticket(
@@ -209,51 +263,71 @@ class EngineLoop:
             self._alive -= 1
             self._finish_interval += 0.2 * (now - self._last_finish - self._finish_interval)
         self._last_finish = now
-        cached = CachedByTier(l1=seq.cached_tokens)
-        ticket.sink(output or TokenOutput(finish_reason=reason, cached=cached, error=error))
+        ticket.sink(output or TokenOutput(finish_reason=reason, cached=seq.cached_by_tier, error=error))
 
     def _fail_all(self) -> None:
-        for seq in self._scheduler.abandon():
+        for seq in self.scheduler.abandon():
             seq.finish_reason = FinishReason.ERROR
             self._close_ticket(seq, FinishReason.ERROR, None, "the step that computed this request failed")
         self._runner.reset()
+        self.transfers.failed()
         self._snapshot()
 
     def _expire(self) -> None:
         now = time.monotonic()
-        for seq in [*self._scheduler.waiting, *self._scheduler.running]:
+        for seq in [*self.scheduler.waiting, *self.scheduler.running]:
             if seq.request.deadline is not None and now >= seq.request.deadline:
                 self._end(seq, FinishReason.CANCELLED, error="the deadline passed")
 
-    def _take_inbox(self, *, block: bool) -> None:
+    def _take_inbox(self, *, block: bool, timeout: float | None = None) -> None:
+        """Does what other threads have asked for; waits for the first of it if told to."""
         while True:
             try:
-                kind, ticket = self._inbox.get(block=block)
+                action = self._inbox.get(block=block, timeout=timeout)
             except queue.Empty:
                 return
             block = False
-            if kind == "stop":
-                self._stopping = True
-            elif ticket is not None and kind == "submit":
-                root = request_root(self._model_root, cache_salt=ticket.request.cache_salt)
-                ticket.seq = Sequence(request=ticket.request, root=root, arrival=next(self._arrivals))
-                self._tickets[ticket.seq] = ticket
-                self._scheduler.add(ticket.seq)
-            elif ticket is not None and ticket.seq is not None and ticket.seq.finish_reason is None:
-                self._end(ticket.seq, FinishReason.CANCELLED)
+            action()
+
+    def _accept(self, ticket: Ticket) -> None:
+        root = request_root(self.model_root, cache_salt=ticket.request.cache_salt)
+        ticket.seq = Sequence(request=ticket.request, root=root, arrival=next(self._arrivals))
+        self._tickets[ticket.seq] = ticket
+        self.scheduler.add(ticket.seq)
+
+    def _cancel(self, ticket: Ticket) -> None:
+        if ticket.seq is not None and ticket.seq.finish_reason is None:
+            self._end(ticket.seq, FinishReason.CANCELLED)
+
+    def _stop(self) -> None:
+        self._stopping = True
+
+    def _write_out(self) -> None:
+        """Puts into L3 what is yet to be written, for as long as is allowed, and ends it."""
+        lower = self.scheduler.lower
+        if lower.disk is not None:
+            if lower.policy.write == "write-back":
+                self.transfers.demote()
+            lower.flush_dirty()
+            deadline = time.monotonic() + self._write_out_s
+            while lower.pending_writes and time.monotonic() < deadline:
+                self._take_inbox(block=True, timeout=_STALL_S)
+            if lower.pending_writes:
+                _log.warning("%d pages were not written to L3 in time", lower.pending_writes)
+        lower.close()
 
     def _check_now_and_then(self) -> None:
         now = time.monotonic()
         if now - self._last_check > _CHECK_EVERY_S:
             self._last_check = now
-            self._scheduler.check()
+            self.scheduler.check()
 
     def _snapshot(self) -> None:
         self._stats = EngineStats(
             **self._totals,
-            preemptions=self._scheduler.preemptions,
-            evictions=self._scheduler.pool.evictions,
-            running=len(self._scheduler.running),
-            waiting=len(self._scheduler.waiting),
-            l1=self._scheduler.pool.counts(),
+            preemptions=self.scheduler.preemptions,
+            evictions=self.scheduler.pool.evictions,
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+            l1=self.scheduler.pool.counts(),
         )

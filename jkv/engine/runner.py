@@ -131,6 +131,18 @@ class Runner:
         """Whether the page has arrived, so that nobody waits for it."""
         return page.is_ready()  # pyright: ignore[reportAttributeAccessIssue]  # every concrete array has it
 
+    def usable(self, page: HostPage) -> bool:
+        """Whether the page holds what was saved; waits for it. False where the step before it failed."""
+        try:
+            jax.block_until_ready(page)
+        except Exception:
+            return False
+        return True
+
+    def wait(self) -> None:
+        """Returns when everything dispatched so far has been done to the pool."""
+        jax.block_until_ready(self._pool)
+
     def host_bytes(self, page: HostPage) -> np.ndarray:
         """A page's bytes, flat uint8 and read-only; waits until it has arrived. For any thread."""
         return np.asarray(page).reshape(-1).view(np.uint8)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from jkv.cache.keys import page_keys
-from jkv.engine.request import EngineRequest, FinishReason
+from jkv.cache.load import Load
+from jkv.cache.pages import PageInfo, Tier, page_infos
+from jkv.engine.request import CachedByTier, EngineRequest, FinishReason
 
 
 @dataclass(eq=False)
@@ -14,7 +15,7 @@ class Sequence:
 
     `computed` counts tokens whose K and V are in the pool, or will be once the dispatched steps have run.
     `unread` counts sampled tokens that the host has not fetched yet. The first `shared` pages are in the
-    prefix index.
+    prefix index. `load` brings pages from lower tiers until the sequence has what it will get of them.
     """
 
     request: EngineRequest
@@ -27,10 +28,12 @@ class Sequence:
     shared: int = 0
     slot: int | None = None
     admissions: int = 0  # how often it got a slot
-    cached_tokens: int = 0  # prompt tokens served from the cache, when first admitted
+    cached: dict[Tier, int] = field(default_factory=dict)  # prompt tokens by tier, until first preempted
+    hits: list[tuple[Tier, int, int]] = field(default_factory=list)  # tier, page, tokens; not yet counted
+    load: Load | None = None
     preempted: bool = False
     finish_reason: FinishReason | None = None
-    keys: list[bytes] = field(default_factory=list)
+    infos: list[PageInfo] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt_ids)
@@ -58,16 +61,21 @@ class Sequence:
         """All but the newest token are computed."""
         return self.computed == self.length - 1
 
-    def key(self, page: int, page_size: int) -> bytes:
-        """The key of the sequence's full page number `page`."""
-        if page >= len(self.keys):
-            known = len(self.keys) * page_size
-            parent = self.keys[-1] if self.keys else self.root
-            self.keys += page_keys(parent, self.tokens[known:], page_size)
-        return self.keys[page]
+    def info(self, page: int, page_size: int) -> PageInfo:
+        """The identity of the sequence's full page number `page`."""
+        if page >= len(self.infos):
+            known = len(self.infos) * page_size
+            parent = self.infos[-1].key if self.infos else self.root
+            self.infos += page_infos(self.root, parent, self.tokens[known:], page_size)
+        return self.infos[page]
 
-    def page_tokens(self, page: int, page_size: int) -> list[int]:
-        return self.tokens[page * page_size : (page + 1) * page_size]
+    @property
+    def cached_tokens(self) -> int:
+        return sum(self.cached.values())
+
+    @property
+    def cached_by_tier(self) -> CachedByTier:
+        return CachedByTier(**{tier.value: count for tier, count in self.cached.items()})
 
     @property
     def order(self) -> tuple[int, int]:

@@ -1,15 +1,22 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from jkv.cache.keys import page_key
+from jkv.cache.keys import pack_tokens, page_key
 from jkv.cache.l1 import L1Pool
+from jkv.cache.pages import PageInfo
 
 ROOT = b"root"
 PAGE = 2
+
+
+def info(parent: bytes, tokens: tuple[int, int]) -> PageInfo:
+    return PageInfo(page_key(parent, tokens), parent, ROOT, pack_tokens(tokens))
 
 
 def fill(pool: L1Pool, *pages: tuple[int, int], parent: bytes = ROOT) -> list[int]:
@@ -18,16 +25,15 @@ def fill(pool: L1Pool, *pages: tuple[int, int], parent: bytes = ROOT) -> list[in
     for tokens in pages:
         got = pool.allocate(1)
         assert got is not None
-        key = page_key(parent, tokens)
-        used.append(pool.publish(got[0], key, tokens))
-        parent = key
+        used.append(pool.publish(got[0], info(parent, tokens)))
+        parent = page_key(parent, tokens)
     return used
 
 
 def match(pool: L1Pool, *pages: tuple[int, int]) -> list[int]:
     found, parent = [], ROOT
     for tokens in pages:
-        page = pool.find(page_key(parent, tokens), tokens)
+        page = pool.find(info(parent, tokens))
         if page is None:
             break
         found.append(page)
@@ -89,13 +95,14 @@ def test_equal_pages_keep_one_copy() -> None:
 
 def test_a_colliding_key_is_no_hit_and_stays_private() -> None:
     pool = L1Pool(4, PAGE)
-    key = page_key(ROOT, (1, 2))
     (page,) = fill(pool, (1, 2))
-    assert pool.find(key, (9, 9)) is None
+    mine = info(ROOT, (1, 2))
+    other = dataclasses.replace(mine, tokens=pack_tokens((9, 9)))
+    assert pool.find(other) is None
     got = pool.allocate(1)
     assert got is not None
-    assert pool.publish(got[0], key, (9, 9)) == got[0]
-    assert pool.find(key, (1, 2)) == page
+    assert pool.publish(got[0], other) == got[0]
+    assert pool.find(mine) == page
     pool.release(got)
     pool.release([page])
     assert pool.counts().cached == 1
@@ -141,10 +148,9 @@ class PoolMachine(RuleBasedStateMachine):
                 break
             in_use = {p for pages, _ in self.users for p in pages} | set(used)
             assert got[0] not in in_use, "a page in use was handed out"
-            key = page_key(parent, prefix[depth])
-            used.append(self.pool.publish(got[0], key, prefix[depth]))
+            used.append(self.pool.publish(got[0], info(parent, prefix[depth])))
             self.content[used[-1]] = tuple(prefix[: depth + 1])
-            parent = key
+            parent = page_key(parent, prefix[depth])
         self.users.append((used, prefix))
 
     @precondition(lambda self: self.users)

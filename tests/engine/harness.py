@@ -20,7 +20,7 @@ from jkv.cache.l1 import L1Pool
 from jkv.config import ServeConfig
 from jkv.engine.build import build_from_checkpoint, use_compilation_cache
 from jkv.engine.engine import Engine
-from jkv.engine.request import EngineRequest, FinishReason, Logprob, SamplingParams, TokenOutput
+from jkv.engine.request import CachedByTier, EngineRequest, FinishReason, Logprob, SamplingParams, TokenOutput
 from jkv.models.forward import logits
 from jkv.models.hf_config import from_hf
 from jkv.models.params import tensor_names
@@ -33,11 +33,12 @@ _ids = itertools.count()
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """All of a request's outputs, put together; `cached` are tokens from L1."""
+    """All of a request's outputs, put together; `cached` are tokens from any tier."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[Logprob, ...]
     cached: int
+    by_tier: CachedByTier
     finish_reason: FinishReason
     error: str = ""
 
@@ -54,7 +55,7 @@ class Bench:
         self.engine = engine
         self.loop = engine._loop
         self.runner = self.loop._runner
-        self.scheduler = self.loop._scheduler
+        self.scheduler = self.loop.scheduler
         self.violations: list[AssertionError] = []
         self._check_after("schedule")
         self._check_after("commit")
@@ -171,9 +172,9 @@ def odd_checkpoint(directory: Path) -> Checkpoint:
 
 
 def build(checkpoint: Checkpoint, *, page_size: int, l1_tokens: int, **flags: Any) -> Bench:
-    """An engine with few programs, so that tests compile little."""
+    """An engine with few programs, so that tests compile little, and no tier below L1 unless asked for."""
     use_compilation_cache()
-    small: dict[str, Any] = {"max_num_seqs": 4, "max_batched_tokens": 64, "max_mixed_tokens": 16}
+    small: dict[str, Any] = {"max_num_seqs": 4, "max_batched_tokens": 64, "max_mixed_tokens": 16, "l2_gib": 0}
     config = ServeConfig(page_size=page_size, l1_pages=l1_tokens // page_size, **{**small, **flags})
     return Bench(build_from_checkpoint(config, checkpoint, "model", lambda _: None))
 
@@ -217,7 +218,8 @@ def put_together(outputs: list[TokenOutput]) -> Outcome:
     return Outcome(
         tokens=tuple(t for o in outputs for t in o.token_ids),
         logprobs=tuple(p for o in outputs for p in o.logprobs),
-        cached=last.cached.l1,
+        cached=last.cached.total,
+        by_tier=last.cached,
         finish_reason=last.finish_reason,
         error=last.error,
     )

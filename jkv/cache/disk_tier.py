@@ -1,0 +1,250 @@
+"""L3's bookkeeping: which pages the store holds, whose they are, and what goes to make room. No jax.
+
+Owner: the engine's thread. The store's own threads read and write, and know nothing of this.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from jkv.cache.l3.listing import Listing, StalePage
+from jkv.cache.l3.names import StoredPage
+from jkv.cache.l3.reasons import Reason
+from jkv.cache.l3.store import ReadOutcome, WriteOutcome
+from jkv.cache.page_tree import PageTree
+from jkv.cache.pages import PageInfo
+
+# Outcomes that speak against the store's health; the others are about one page, or about ourselves.
+_FAULTS = frozenset({Reason.IO, Reason.NO_SPACE, Reason.READ_ONLY})
+# What is wrong with the bytes of a page, wherever it is read again.
+_BAD = frozenset({Reason.SIZE, Reason.CORRUPT, Reason.MISMATCH, Reason.VERSION})
+
+
+class Store(Protocol):
+    """`jkv.cache.l3.store.PageStore`, or what stands for it where there is nothing to keep."""
+
+    @property
+    def page_cost(self) -> int: ...
+    @property
+    def overhead_bytes(self) -> int: ...
+    def read(
+        self, page: StoredPage, info: PageInfo, done: Callable[[ReadOutcome], None]
+    ) -> Callable[[], None]: ...
+    def write(
+        self, info: PageInfo, data: Callable[[], np.ndarray], done: Callable[[WriteOutcome], None]
+    ) -> None: ...
+    def delete(self, page: StoredPage, done: Callable[[bool], None] | None) -> None: ...
+    def quarantine(self, page: StoredPage) -> None: ...
+    def save_recency(self, keys: Iterable[bytes]) -> None: ...
+    def close(self) -> None: ...
+
+
+class HostPages(Protocol):
+    """The device's side of a page in host memory; both may be called from any thread."""
+
+    def host_bytes(self, page: Any, /) -> np.ndarray:
+        """Its bytes, flat uint8; waits for the copy from the device."""
+        ...
+
+    def host_page(self, data: np.ndarray, /) -> Any:
+        """A page in host memory, from its bytes."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class _Own:
+    stored: StoredPage | None  # None while it is being written
+
+
+class DiskTier:
+    """Pages that this engine wrote, as many as `capacity_bytes` hold on disk, and those of others to read.
+
+    A page counts from the moment its write starts; it is found once the write has been published. Pages of
+    other models under the same owner, and pages that could not be deleted, only take room and go first.
+    `post` has a function called on the engine's thread.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        listing: Listing,
+        capacity_bytes: int,
+        pages: HostPages,
+        post: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self.store, self.pages, self._post = store, pages, post
+        self.errors: Counter[str] = Counter()
+        self.quarantined = 0
+        self.capacity_bytes = capacity_bytes
+        self._deleting = 0
+        self._when_deleted: list[Callable[[], None]] = []
+        self._budget = max(0, capacity_bytes - store.overhead_bytes)
+        self._stale = deque(listing.stale)
+        self._stale_bytes = sum(page.cost for page in self._stale)
+        self.tree: PageTree[_Own] = PageTree(0)
+        self._foreign: dict[bytes, StoredPage] = {}
+        while self._stale and len(listing.own) * store.page_cost > self._budget - self._stale_bytes:
+            self._drop_stale()
+        self._resize()
+        self._take_over(listing.own)
+        self.set_foreign(listing.foreign)
+
+    def __len__(self) -> int:
+        return len(self.tree)
+
+    @property
+    def capacity(self) -> int:
+        """The most pages this engine keeps."""
+        return self.tree.capacity
+
+    @property
+    def bytes(self) -> int:
+        """What this engine's pages take on disk, those of other models included."""
+        return len(self.tree) * self.store.page_cost + self._stale_bytes
+
+    @property
+    def foreign(self) -> int:
+        """Pages of other owners."""
+        return len(self._foreign)
+
+    def set_foreign(self, pages: Iterable[StoredPage]) -> None:
+        """The pages of other owners, as just listed."""
+        self._foreign = {p.key: p for p in pages}
+
+    def find(self, info: PageInfo) -> StoredPage | None:
+        """A published page that should have this identity; reading it tells."""
+        own = self.tree.get(info.key)
+        stored = own.stored if own is not None and own.stored is not None else self._foreign.get(info.key)
+        if stored is None or stored.parent != info.parent or stored.salt_tag != info.salt_tag:
+            return None
+        return stored
+
+    def has(self, info: PageInfo) -> bool:
+        """Whether it need not be written: it is there, or being written."""
+        return info.key in self.tree or self.find(info) is not None
+
+    def touch(self, keys: Iterable[bytes]) -> None:
+        self.tree.touch(keys)
+
+    def reserve(self, info: PageInfo) -> bool:
+        """Makes room for a page about to be written; False where there is none."""
+        if info.key in self.tree:
+            return False
+        while self._stale and len(self.tree) >= self.tree.capacity:
+            self._drop_stale()
+            self._resize()
+        evicted = self.tree.add(info.key, info.parent, _Own(None))
+        if evicted is None:
+            return False
+        self.tree.hold(info.key)
+        for _, own in evicted:
+            assert own.stored is not None
+            self._delete(own.stored)
+        return True
+
+    def written(self, info: PageInfo, outcome: WriteOutcome) -> bool:
+        """Takes the outcome of a write that `reserve` made room for; whether the page is published."""
+        own = self.tree.get(info.key)
+        assert own is not None
+        self.tree.release(info.key)
+        if outcome.reason is None:
+            own.stored = outcome.page
+            return True
+        self.errors[f"write_{outcome.reason.value}"] += 1
+        self.tree.remove(info.key)
+        return False
+
+    def unreadable(self, page: StoredPage, reason: Reason) -> None:
+        """Takes note of a read that failed: a page that is bad or gone is not found again."""
+        self.errors[f"read_{reason.value}"] += 1
+        if reason not in _BAD and reason is not Reason.MISSING:
+            return
+        self._forget(page)
+        if reason in _BAD:
+            self.quarantined += 1
+            self.store.quarantine(page)
+
+    def remove(self, key: bytes) -> bool:
+        """Deletes a page of this engine; False where it has none, or is just writing it."""
+        own = self.tree.get(key)
+        if own is None or own.stored is None:
+            return False
+        self.tree.remove(key)
+        self._delete(own.stored)
+        return True
+
+    def when_deleted(self, done: Callable[[], None]) -> None:
+        """Has `done` called once what was to be deleted is gone from the store."""
+        self._when_deleted.append(done)
+        self._settle()
+
+    def own_pages(self) -> list[StoredPage]:
+        """This engine's published pages, oldest first."""
+        every = (self.tree.get(key) for key in self.tree.keys_oldest_first())
+        return [own.stored for own in every if own is not None and own.stored is not None]
+
+    def close(self) -> None:
+        """Saves the order of use, then waits for what the store still does."""
+        self.store.save_recency(page.key for page in self.own_pages())
+        self.store.close()
+
+    def _take_over(self, pages: Iterable[StoredPage]) -> None:
+        for page in pages:
+            evicted = None
+            if page.key not in self.tree:
+                evicted = self.tree.add(page.key, page.parent, _Own(page))
+            if evicted is None:
+                self._delete(page)
+                continue
+            for _, own in evicted:
+                assert own.stored is not None
+                self._delete(own.stored)
+
+    def _forget(self, page: StoredPage) -> None:
+        own = self.tree.get(page.key)
+        if own is not None and own.stored == page:
+            self.tree.remove(page.key)
+        if self._foreign.get(page.key) == page:
+            del self._foreign[page.key]
+
+    def _delete(self, page: StoredPage) -> None:
+        self._deleting += 1
+        self.store.delete(page, lambda freed: self._post(lambda: self._deleted(page, freed)))
+
+    def _deleted(self, page: StoredPage, freed: bool) -> None:
+        self._deleting -= 1
+        if not freed:
+            self._keep_stale(StalePage(page, self.store.page_cost))
+        self._settle()
+
+    def _settle(self) -> None:
+        if not self._deleting:
+            waiting, self._when_deleted = self._when_deleted, []
+            for done in waiting:
+                done()
+
+    def _keep_stale(self, page: StalePage) -> None:
+        self._stale.append(page)
+        self._stale_bytes += page.cost
+        self._resize()
+
+    def _drop_stale(self) -> None:
+        page = self._stale.popleft()
+        self._stale_bytes -= page.cost
+        self._delete(page.page)
+
+    def _resize(self) -> None:
+        self.tree.capacity = max(0, self._budget - self._stale_bytes) // self.store.page_cost
+        for _, own in self.tree.evict(len(self.tree) - self.tree.capacity):
+            if own.stored is not None:
+                self._delete(own.stored)
+
+
+def is_fault(reason: Reason | None) -> bool:
+    """Whether an outcome speaks against the store's health."""
+    return reason in _FAULTS

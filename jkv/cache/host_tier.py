@@ -1,0 +1,73 @@
+"""L2's bookkeeping: which pages host memory holds, and who still needs them. No jax, no I/O.
+
+Owner: the engine's thread.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Any
+
+from jkv.cache.load import HostPage
+from jkv.cache.page_tree import PageTree
+from jkv.cache.pages import PageInfo
+
+
+class HostTier:
+    """At most `capacity` pages, which is a hard bound: pages on their way in count as well.
+
+    Where `keep` is false, it is a staging area: a page goes as soon as nobody holds it. `dirty` are the pages
+    that no lower tier has been offered yet, oldest first; their owner takes them out.
+    """
+
+    def __init__(self, capacity: int, *, keep: bool) -> None:
+        self.keep = keep
+        self.tree: PageTree[HostPage] = PageTree(capacity)
+        self.held = 0
+        self.dirty: OrderedDict[bytes, HostPage] = OrderedDict()
+
+    def find(self, info: PageInfo) -> HostPage | None:
+        """The page with this identity, there or on its way."""
+        page = self.tree.get(info.key)
+        return page if page is not None and page.info == info and not page.failed else None
+
+    def pages(self) -> list[HostPage]:
+        """All pages, the least recently used first."""
+        return [p for key in self.tree.keys_oldest_first() if (p := self.tree.get(key)) is not None]
+
+    def add(self, info: PageInfo, payload: Any | None) -> HostPage | None:
+        """Takes a page in; None where there is no room, or where another page has its key."""
+        if info.key in self.tree:
+            return None
+        page = HostPage(info, payload)
+        evicted = self.tree.add(info.key, info.parent, page)
+        if evicted is None:
+            return None
+        for key, _ in evicted:
+            self.dirty.pop(key, None)
+        return page
+
+    def touch(self, keys: Iterable[bytes]) -> None:
+        self.tree.touch(keys)
+
+    def hold(self, page: HostPage) -> None:
+        """Keeps a page from eviction until released."""
+        page.holds += 1
+        if page.holds == 1:
+            self.held += 1
+            self.tree.hold(page.info.key)
+
+    def release(self, page: HostPage) -> None:
+        page.holds -= 1
+        if page.holds:
+            return
+        self.held -= 1
+        self.tree.release(page.info.key)
+        if page.failed or page.payload is None or not self.keep:
+            self.drop(page)
+
+    def drop(self, page: HostPage) -> None:
+        """Takes a page out that nobody holds."""
+        self.tree.remove(page.info.key)
+        self.dirty.pop(page.info.key, None)
