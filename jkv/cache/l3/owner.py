@@ -20,6 +20,7 @@ import socket
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
@@ -150,8 +151,7 @@ class LeaseHold:
 
 
 def claim(objects: KvObjects, owner: str | None, model8: str, listed: Iterable[str]) -> tuple[str, Hold]:
-    """Holds the owner of this id or, for None, the store's free one that has most pages of this model, else a
-    new one.
+    """Holds the owner of this id or, for None, the store's free one that suits best, else a new one.
 
     Raises:
         ConfigError: names --l3-owner where it is no id or a running engine holds it.
@@ -199,15 +199,16 @@ def _try_claim(objects: KvObjects, owner: str) -> Hold | None:
 
 
 def _by_preference(model8: str, listed: Iterable[str]) -> list[str]:
-    """The store's owners, those with most pages of this model first."""
-    pages: dict[str, int] = {}
+    """The store's owners: those with most pages of this model first, then those with most of others, whose
+    room counts as this engine's then.
+    """
+    objects: Counter[str] = Counter()
+    pages: Counter[str] = Counter()
     for name in listed:
-        owner, _, rest = name.partition("/")
-        if rest == "lock":
-            pages.setdefault(owner, 0)
-        elif rest.startswith(f"{model8}/"):
-            pages[owner] = pages.get(owner, 0) + 1
-    return sorted(pages, key=lambda owner: (-pages[owner], owner))
+        owner, separator, rest = name.partition("/")
+        objects[owner] += bool(separator)
+        pages[owner] += rest.startswith(f"{model8}/")
+    return sorted(+objects, key=lambda owner: (-pages[owner], -objects[owner], owner))
 
 
 def _last_held(objects: KvObjects, owner: str) -> float:

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from jkv.cache.l3.faults import FaultPlan
+from jkv.cache.l3.reasons import Reason
+from jkv.cache.l3.store import PageStore, StoreOptions
+from tests.cache.l3.pages import assert_serves, chain, delete, identity, open_store, read, reasons, write
+
+MODEL = identity()
+INFOS = chain(MODEL, 40)
+
+
+def faulty(path: Path, plan: FaultPlan) -> PageStore:
+    options = StoreOptions(location=str(path), read_threads=1, write_threads=1)
+    return PageStore.open(options, MODEL, faults=plan)
+
+
+def test_faults_are_outcomes_and_repeat_with_their_seed(tmp_path: Path) -> None:
+    write(open_store(tmp_path, MODEL, owner="x"), MODEL, INFOS)
+    runs = []
+    for number in range(2):
+        store = faulty(
+            tmp_path / str(number), FaultPlan(seed=3, read_fail=0.3, read_short=0.3, write_fail=0.4)
+        )
+        written = reasons(write(store, MODEL, INFOS))
+        outcomes = [read(store, store.page(info), info).reason for info in INFOS]
+        runs.append((written, outcomes))
+        store.close()
+    assert runs[0] == runs[1]
+    assert set(runs[0][0]) == {None, Reason.IO}
+    assert set(runs[0][1]) == {None, Reason.IO, Reason.SIZE, Reason.MISSING}
+
+
+def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
+    store = faulty(tmp_path, FaultPlan(write_full=0.5))
+    outcomes = write(store, MODEL, INFOS)
+    assert set(reasons(outcomes)) == {None, Reason.NO_SPACE}
+    written = [i for i, o in zip(INFOS, outcomes, strict=True) if o.reason is None]
+    assert {page.key for page in store.list().own} == {info.key for info in written}
+    assert_serves(store, MODEL, written)
+    store.close()
+
+
+def test_a_short_write_is_found_when_it_is_read(tmp_path: Path) -> None:
+    store = faulty(tmp_path, FaultPlan(write_short=1.0))
+    assert reasons(write(store, MODEL, INFOS[:3])) == [None] * 3
+    assert read(store, store.page(INFOS[0]), INFOS[0]).reason is Reason.SIZE
+    store.close()
+
+
+def test_slow_operations_take_their_time(tmp_path: Path) -> None:
+    store = faulty(tmp_path, FaultPlan(read_slow=1.0, write_slow=1.0, slow_s=0.05))
+    started = time.monotonic()
+    write(store, MODEL, INFOS[:2])
+    outcome = read(store, store.page(INFOS[0]), INFOS[0])
+    assert outcome.reason is None
+    assert outcome.seconds >= 0.05
+    assert time.monotonic() - started >= 0.15
+    store.close()
+
+
+def test_a_failed_delete_says_so(tmp_path: Path) -> None:
+    store = faulty(tmp_path, FaultPlan(delete_fail=1.0))
+    write(store, MODEL, INFOS[:1])
+    assert not delete(store, store.page(INFOS[0]))
+    assert len(store.list().own) == 1
+    store.close()
+
+
+def test_the_plan_of_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JKV_TEST_L3_FAULTS", '{"seed": 7, "read_fail": 1.0}')
+    store = open_store(tmp_path, MODEL)
+    write(store, MODEL, INFOS[:1])
+    assert read(store, store.page(INFOS[0]), INFOS[0]).reason is Reason.IO
+    store.close()
+    monkeypatch.delenv("JKV_TEST_L3_FAULTS")
+    assert FaultPlan.from_environment() is None
