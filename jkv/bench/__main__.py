@@ -1,4 +1,4 @@
-"""`python -m jkv.bench serving|interference|cached --target URL ...`."""
+"""`python -m jkv.bench serving|interference|cached|multiturn|tiers|trace ...`."""
 
 from __future__ import annotations
 
@@ -6,52 +6,96 @@ import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from jkv import flags
-from jkv.bench import cached, interference, serving
+from jkv.bench import cached, interference, multiturn, serving, tiers, trace
 from jkv.bench.calibrate import calibrate
 from jkv.bench.drive import Target, connected
-from jkv.bench.options import TargetOptions
-from jkv.bench.report import Report, as_json, as_text
+from jkv.bench.options import ReportOptions, TargetOptions
+from jkv.bench.report import Measured, Report, as_json, as_text
 from jkv.errors import JkvError
 from jkv.terminal import forget_stdout
 
 
+async def _on_target(run: Callable[[Any, Target], Awaitable[Report]], options: TargetOptions) -> Measured:
+    """A server that runs already."""
+    async with connected(
+        options.target, model=options.model, vocab_size=options.vocab_size, timeout_s=options.timeout
+    ) as target:
+        calibration = await asyncio.to_thread(calibrate)
+        return Measured(
+            report=await run(options, target),
+            subject=f"{target.info.model} at {options.target}",
+            target=target.info,
+            calibration=calibration,
+        )
+
+
+async def _on_engine(options: tiers.TiersOptions) -> Measured:
+    """A server that the benchmark starts, unless it is given one."""
+    async with tiers.engine(options) as engine:
+        calibration = await asyncio.to_thread(calibrate)
+        return Measured(
+            report=await tiers.run(options, engine),
+            subject=engine.subject,
+            target=engine.target.info,
+            calibration=calibration,
+        )
+
+
+async def _offline(options: trace.TraceOptions) -> Measured:
+    return Measured(report=await asyncio.to_thread(trace.run, options), subject=options.file)
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Benchmark:
-    options: type[TargetOptions]
-    run: Callable[[Any, Target], Awaitable[Report]]
+    options: type[ReportOptions]
+    run: Callable[[Any], Awaitable[Measured]]
     description: str
 
 
 _BENCHMARKS = {
     "serving": _Benchmark(
         options=serving.ServingOptions,
-        run=serving.run,
+        run=partial(_on_target, serving.run),
         description="Send many requests; report latency, throughput, hit rate and goodput.",
     ),
     "interference": _Benchmark(
         options=interference.InterferenceOptions,
-        run=interference.run,
+        run=partial(_on_target, interference.run),
         description="Report how long prompts slow a running stream, and how fast they prefill beside it.",
     ),
     "cached": _Benchmark(
         options=cached.CachedOptions,
-        run=cached.run,
+        run=partial(_on_target, cached.run),
         description="Compare the time to first token of new prompts with that of the same prompts again.",
+    ),
+    "multiturn": _Benchmark(
+        options=multiturn.MultiturnOptions,
+        run=partial(_on_target, multiturn.run),
+        description="Hold many conversations; compare what the cache serves with an infinite one.",
+    ),
+    "tiers": _Benchmark(
+        options=tiers.TiersOptions,
+        run=_on_engine,
+        description="Compare the time to first token, and the speed of loads, of each tier of the cache.",
+    ),
+    "trace": _Benchmark(
+        options=trace.TraceOptions,
+        run=_offline,
+        description="Replay a recorded load through the cache's policies; report the hit rate by capacity.",
     ),
 }
 
 _USAGE = (
-    "usage: python -m jkv.bench {"
-    + ",".join(_BENCHMARKS)
-    + "} --target URL [flags]; -h after one lists its flags"
+    "usage: python -m jkv.bench {" + ",".join(_BENCHMARKS) + "} [flags]; -h after one of them lists its flags"
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 when every request succeeded, 1 when any failed, 2 when nothing could be measured."""
+    """0 when everything was measured, 1 when any request or expectation failed, 2 when nothing could be."""
     name, *rest = (sys.argv[1:] if argv is None else argv) or [""]
     if name in ("-h", "--help"):
         print(_USAGE)
@@ -75,15 +119,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-async def _run(name: str, benchmark: _Benchmark, options: TargetOptions) -> int:
-    async with connected(
-        options.target, model=options.model, vocab_size=options.vocab_size, timeout_s=options.timeout
-    ) as target:
-        calibration = await asyncio.to_thread(calibrate)
-        report = await benchmark.run(options, target)
-    render = as_json if options.json else as_text
-    print(render(name, options, target.info, calibration, report), flush=True)
-    return 1 if report.errors else 0
+async def _run(name: str, benchmark: _Benchmark, options: ReportOptions) -> int:
+    measured = await benchmark.run(options)
+    text = as_json(name, options, measured) if options.json else as_text(name, measured)
+    print(text, flush=True)
+    return 1 if measured.report.errors else 0
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from itertools import islice
 from jkv.bench.drive import Target
 from jkv.bench.load import PromptShape, prompts
 from jkv.bench.metrics import Record
-from jkv.bench.options import TargetOptions
+from jkv.bench.options import TargetOptions, parse_lengths
 from jkv.bench.report import Report, Row, milliseconds, number
 from jkv.errors import ConfigError
 from jkv.flags import flag
@@ -25,13 +25,11 @@ class CachedOptions(TargetOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for part in self.input_lens.split(","):
-            if not part.strip().isdecimal() or int(part) < 1:
-                raise ConfigError(f"--input-lens {self.input_lens}: {part!r} is not a length of 1 or more")
+        parse_lengths(self.input_lens)
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        return tuple(int(part) for part in self.input_lens.split(","))
+        return parse_lengths(self.input_lens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,15 +52,18 @@ def expected_cached(input_len: int, page_size: int | None) -> int:
     return 1 if page_size is None else min(input_len // page_size * page_size, input_len - 1)
 
 
+def check_lengths(lengths: Sequence[int], target: Target) -> None:
+    """Refuse prompts that the model cannot hold, or that fill no page."""
+    page_size = target.info.page_size or 2
+    for length in lengths:
+        target.check_fits(length + 1, f"--input-lens: {length}")
+        if length < page_size:
+            raise ConfigError(f"--input-lens: {length} is less than a page of {page_size} tokens")
+
+
 async def run(options: CachedOptions, target: Target) -> Report:
     """Measure length by length; one pair of each goes first, so that nothing compiles later."""
-    page_size = target.info.page_size or 2
-    for length in options.lengths:
-        target.check_fits(length + 1, f"--input-lens {options.input_lens}: {length}")
-        if length < page_size:
-            raise ConfigError(
-                f"--input-lens {options.input_lens}: {length} is less than a page of {page_size} tokens"
-            )
+    check_lengths(options.lengths, target)
     results: list[CachedResults] = []
     errors: list[str] = []
     for length in options.lengths:

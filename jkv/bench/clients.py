@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 from urllib.parse import urlsplit
@@ -35,18 +35,23 @@ class TargetInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """The server's own counts; `cached_tokens` is None where it does not report them."""
+    """The server's own counts, None what it does not report; `cached_by_tier` sums up to `cached_tokens`."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int | None
+    cached_by_tier: Mapping[str, int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """One message of a stream: how many tokens it brought, and what the last ones carry."""
+    """One message of a stream: how many tokens it brought, and what the last ones carry.
+
+    `token_ids` are theirs where the protocol tells.
+    """
 
     tokens: int = 0
+    token_ids: tuple[int, ...] = ()
     finish_reason: str = ""
     usage: Usage | None = None
 
@@ -63,8 +68,10 @@ class Client(Protocol):
         """
         ...
 
-    def stream(self, model: str, prompt: Prompt, output_len: int) -> AsyncGenerator[Chunk]:
-        """Generate greedily, past end tokens, `output_len` tokens.
+    def stream(
+        self, model: str, prompt: Prompt, output_len: int, *, ignore_eos: bool = True
+    ) -> AsyncGenerator[Chunk]:
+        """Generate greedily `output_len` tokens, or fewer where an end token may end it.
 
         Raises:
             RequestFailedError: the server refused or broke off the request.

@@ -32,7 +32,12 @@ class Target:
             raise ConfigError(f"{given}: makes {tokens} tokens, {self.info.model} holds {limit}")
 
     async def run(
-        self, prompt: Prompt, output_len: int, on_token: Callable[[], None] | None = None
+        self,
+        prompt: Prompt,
+        output_len: int,
+        on_token: Callable[[], None] | None = None,
+        *,
+        ignore_eos: bool = True,
     ) -> Record:
         """Send one request and time it; a failure is a record with its `error`, never an exception.
 
@@ -44,7 +49,9 @@ class Target:
         try:
             async with (
                 asyncio.timeout(self.timeout_s),
-                aclosing(self.client.stream(self.info.model, prompt, output_len)) as chunks,
+                aclosing(
+                    self.client.stream(self.info.model, prompt, output_len, ignore_eos=ignore_eos)
+                ) as chunks,
             ):
                 async for chunk in chunks:
                     stream.add(chunk)
@@ -63,6 +70,7 @@ class _Stream:
         self._prompt_tokens = prompt_tokens
         self._on_token = on_token
         self._times: list[float] = []
+        self._ids: list[int] = []
         self._ended_at: float | None = None
         self._finish_reason = ""
         self._usage: Usage | None = None
@@ -71,6 +79,7 @@ class _Stream:
         now = time.perf_counter()
         if chunk.tokens:
             self._times.extend([now] * chunk.tokens)
+            self._ids.extend(chunk.token_ids)
             if self._on_token is not None:
                 self._on_token()
         # The usage may follow in an event of its own; the request ends for its reader at the finish reason.
@@ -92,7 +101,9 @@ class _Stream:
             token_times=tuple(self._times),
             prompt_tokens=usage.prompt_tokens if usage else self._prompt_tokens,
             output_tokens=usage.completion_tokens if usage else len(self._times),
+            output_ids=tuple(self._ids),
             cached_tokens=usage.cached_tokens if usage else None,
+            cached_by_tier=usage.cached_by_tier if usage else None,
             error=error,
         )
 

@@ -50,13 +50,15 @@ class HttpClient:
         card = cards[choose_model(model, list(cards))]
         return TargetInfo(model=card["id"], max_model_len=card.get("max_model_len"))
 
-    async def stream(self, model: str, prompt: Prompt, output_len: int) -> AsyncGenerator[Chunk]:
+    async def stream(
+        self, model: str, prompt: Prompt, output_len: int, *, ignore_eos: bool = True
+    ) -> AsyncGenerator[Chunk]:
         body = {
             "model": model,
             "prompt": prompt,
             "max_tokens": output_len,
             "temperature": 0,
-            "ignore_eos": True,
+            "ignore_eos": ignore_eos,
             "stream": True,
             "stream_options": {"include_usage": True},
         }

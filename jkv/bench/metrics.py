@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -17,7 +17,8 @@ class Record:
 
     `token_times` has an entry for each token that arrived; tokens of one chunk share a time. Over HTTP a
     chunk counts as one token, since the protocol does not say how many it holds; `output_tokens` is the
-    server's own count where it gives one. `cached_tokens` is None where the server does not report it.
+    server's own count where it gives one. `output_ids` are its tokens where the protocol tells them.
+    `cached_tokens` and `cached_by_tier` are None where the server does not report them.
     """
 
     sent_at: float
@@ -25,7 +26,9 @@ class Record:
     token_times: tuple[float, ...] = ()
     prompt_tokens: int = 0
     output_tokens: int = 0
+    output_ids: tuple[int, ...] = ()
     cached_tokens: int | None = None
+    cached_by_tier: Mapping[str, int] | None = None
     error: str = ""
 
     @property

@@ -9,21 +9,36 @@ from jkv.errors import ConfigError
 from jkv.flags import flag
 
 
-@dataclass(frozen=True, kw_only=True)
-class TargetOptions:
-    """What is measured and how it is told.
+def parse_lengths(text: str) -> tuple[int, ...]:
+    """The prompt lengths of `--input-lens`, which are separated by commas.
 
     Raises:
-        ConfigError: a value out of its range, or no target.
+        ConfigError: a part that is not a length of 1 or more.
+    """
+    for part in text.split(","):
+        if not part.strip().isdecimal() or int(part) < 1:
+            raise ConfigError(f"--input-lens {text}: {part!r} is not a length of 1 or more")
+    return tuple(int(part) for part in text.split(","))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    """How results are told.
+
+    Raises:
+        ConfigError: a value out of its range.
     """
 
-    target: str = flag(
-        "",
-        group="target",
-        metavar="URL",
-        default_text="none, required",
-        help="grpc://HOST:PORT (jkv), or http://HOST:PORT[/v1] (any OpenAI-compatible server)",
-    )
+    json: bool = flag(False, group="report", help="print one JSON object instead of a table")
+
+    def __post_init__(self) -> None:
+        flags.check(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(ReportOptions):
+    """What is asked of a server, wherever it is."""
+
     model: str | None = flag(
         group="target",
         metavar="NAME",
@@ -40,9 +55,25 @@ class TargetOptions:
         600.0, group="target", metavar="SECONDS", minimum=0.001, help="a request that takes longer has failed"
     )
     seed: int = flag(0, group="load", minimum=0, help="prompts and arrivals of equal seeds are equal")
-    json: bool = flag(False, group="report", help="print one JSON object instead of a table")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetOptions(ModelOptions):
+    """A server that runs already.
+
+    Raises:
+        ConfigError: a value out of its range, or no target.
+    """
+
+    target: str = flag(
+        "",
+        group="target",
+        metavar="URL",
+        default_text="none, required",
+        help="grpc://HOST:PORT (jkv), or http://HOST:PORT[/v1] (any OpenAI-compatible server)",
+    )
 
     def __post_init__(self) -> None:
-        flags.check(self)
+        super().__post_init__()
         if not self.target:
             raise ConfigError("--target: needed, grpc://HOST:PORT or http://HOST:PORT[/v1]")

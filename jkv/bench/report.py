@@ -28,28 +28,46 @@ class Report:
     errors: Sequence[str]
 
 
-def as_json(name: str, options: Any, info: TargetInfo, calibration: Calibration, report: Report) -> str:
-    """One JSON object; `options` and `report.results` are dataclasses or lists of them, times in seconds."""
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """A report and where it comes from: `target` and `calibration` are None where neither server nor machine
+    shows in the numbers.
+    """
+
+    report: Report
+    subject: str
+    target: TargetInfo | None = None
+    calibration: Calibration | None = None
+
+
+def as_json(name: str, options: Any, measured: Measured) -> str:
+    """One JSON object; `options` and the results are dataclasses or lists of them, times in seconds."""
     document = {
         "benchmark": name,
         "options": options,
-        "target": info,
-        "calibration": calibration,
-        "results": report.results,
-        "errors": list(report.errors),
+        "target": measured.target,
+        "calibration": measured.calibration,
+        "results": measured.report.results,
+        "errors": list(measured.report.errors),
     }
     return json.dumps(document, default=dataclasses.asdict, indent=2, allow_nan=False)
 
 
-def as_text(name: str, options: Any, info: TargetInfo, calibration: Calibration, report: Report) -> str:
+def as_text(name: str, measured: Measured) -> str:
     """A table, then the machine's calibration, then each error."""
-    head = f"{name}: {info.model} at {options.target}"
-    machine = (
+    report = measured.report
+    lines = [f"{name}: {measured.subject}", *aligned(report.rows)]
+    if measured.calibration is not None:
+        lines.append(_machine(measured.calibration))
+    return "\n".join([*lines, *(f"FAILED: {error}" for error in report.errors)])
+
+
+def _machine(calibration: Calibration) -> str:
+    return (
         f"this machine: matmul {calibration.matmul_gflops:.0f} GFLOP/s"
         f" ({calibration.matmul_vs_reference:.2f} times the reference's {REFERENCE_MATMUL_GFLOPS:.0f}),"
         f" memory read {calibration.memory_read_gb_per_s:.1f} GB/s"
     )
-    return "\n".join([head, *aligned(report.rows), machine, *(f"FAILED: {error}" for error in report.errors)])
 
 
 def milliseconds(seconds: float | None) -> str:

@@ -1,4 +1,4 @@
-"""Two small servers with a prefix cache of their own, for the benchmark's clients to talk to."""
+"""Two small servers with a prefix cache of three tiers, for the benchmark's clients to talk to."""
 
 from __future__ import annotations
 
@@ -22,37 +22,67 @@ VOCAB_SIZE = 500
 MAX_MODEL_LEN = 1000
 
 
+PAGES_CAPACITY = 40
+PAGE_BYTES = 1000
+
+Page = tuple[int, ...]  # itself and all before it
+
+
 @dataclass
 class FakeModel:
-    """Emits token 7 every `step_s`, remembers full pages of prompts, and refuses prompts of `refused_len`."""
+    """Emits token 7 every `step_s`, remembers full pages in every tier, and refuses prompts of `refused_len`.
+
+    `may_end` says whether clients let an answer end early; `flushes` whether tiers can be emptied.
+    """
 
     step_s: float = 0.0
     refused_len: int = -1
     caching: bool = True
+    may_end: bool = False
+    flushes: bool = True
     prompts: list[tuple[int, ...]] = field(default_factory=list)
+    tiers: dict[str, set[Page]] = field(default_factory=lambda: {tier: set() for tier in ("l1", "l2", "l3")})
     running: int = 0
     most_running: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def begin(self, prompt: Sequence[int]) -> int:
-        """Admit a prompt and return how many of its tokens were cached."""
+    def begin(self, prompt: Sequence[int]) -> dict[str, int]:
+        """Admit a prompt and return how many of its tokens each tier had."""
         with self.lock:
-            pages = [tuple(prompt[:end]) for end in range(PAGE_SIZE, len(prompt) + 1, PAGE_SIZE)]
-            known = {seen[: len(page)] for seen in self.prompts for page in pages}
-            matched = sum(page in known for page in pages) if self.caching else 0
+            cached = self._cached(prompt) if self.caching else {}
             self.prompts.append(tuple(prompt))
+            self._keep(prompt)
             self.running += 1
             self.most_running = max(self.most_running, self.running)
-            return min(matched * PAGE_SIZE, len(prompt) - 1)
+            return cached
+
+    def _cached(self, prompt: Sequence[int]) -> dict[str, int]:
+        cached: dict[str, int] = {}
+        for page in _pages(prompt):
+            tier = next((tier for tier, held in self.tiers.items() if page in held), None)
+            if tier is None:
+                break
+            cached[tier] = cached.get(tier, 0) + PAGE_SIZE - (len(page) == len(prompt))
+        return cached
+
+    def _keep(self, tokens: Sequence[int]) -> None:
+        for held in self.tiers.values():
+            held.update(_pages(tokens))
 
     def tokens(self, count: int) -> Iterator[int]:
         for _ in range(count):
             time.sleep(self.step_s)
             yield 7
 
-    def end(self) -> None:
+    def end(self, prompt: Sequence[int], count: int) -> None:
+        """The request is over; of its `count` tokens the last one was never computed with."""
         with self.lock:
+            self._keep([*prompt, *[7] * (count - 1)])
             self.running -= 1
+
+
+def _pages(tokens: Sequence[int]) -> list[Page]:
+    return [tuple(tokens[:end]) for end in range(PAGE_SIZE, len(tokens) + 1, PAGE_SIZE)]
 
 
 class _Servicer(jkv_pb2_grpc.GenerationServicer):
@@ -69,7 +99,8 @@ class _Servicer(jkv_pb2_grpc.GenerationServicer):
         prompt, sampling = request.token_ids.ids, request.sampling
         if len(prompt) == self._model.refused_len:
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "the queue is full")
-        if not (sampling.ignore_eos and sampling.HasField("temperature") and sampling.temperature == 0):
+        exact = sampling.ignore_eos is not self._model.may_end
+        if not (exact and sampling.HasField("temperature") and sampling.temperature == 0):
             context.abort(
                 grpc.StatusCode.INVALID_ARGUMENT, "the benchmark must ask for greedy, exact lengths"
             )
@@ -78,11 +109,54 @@ class _Servicer(jkv_pb2_grpc.GenerationServicer):
             for token in self._model.tokens(sampling.max_tokens):
                 yield jkv_pb2.GenerateChunk(token_ids=[token])
         finally:
-            self._model.end()
+            self._model.end(prompt, sampling.max_tokens)
         usage = jkv_pb2.Usage(
-            prompt_tokens=len(prompt), completion_tokens=sampling.max_tokens, cached_tokens=cached
+            prompt_tokens=len(prompt),
+            completion_tokens=sampling.max_tokens,
+            cached_tokens=sum(cached.values()),
+            cached_by_tier=jkv_pb2.CachedByTier(**cached),
         )
         yield jkv_pb2.GenerateChunk(finish_reason="length", usage=usage)
+
+    def Tokenize(self, request: jkv_pb2.TokenizeRequest, context: grpc.ServicerContext) -> Any:
+        text = "".join(f"{message.role[0]}{message.content}" for message in request.messages.messages)
+        return jkv_pb2.TokenizeResponse(ids=(text + "a").encode("latin-1"))  # the answer's turn
+
+    def Detokenize(self, request: jkv_pb2.DetokenizeRequest, context: grpc.ServicerContext) -> Any:
+        return jkv_pb2.DetokenizeResponse(text=bytes(request.ids).decode("latin-1"))
+
+
+class _CacheServicer(jkv_pb2_grpc.CacheServicer):
+    def __init__(self, model: FakeModel) -> None:
+        self._tiers, self._model = model.tiers, model
+
+    def Stats(self, request: jkv_pb2.CacheStatsRequest, context: grpc.ServicerContext) -> Any:
+        tiers = [
+            jkv_pb2.TierStats(
+                tier=tier, pages=len(held), bytes=len(held) * PAGE_BYTES, pages_capacity=PAGES_CAPACITY
+            )
+            for tier, held in self._tiers.items()
+        ]
+        return jkv_pb2.CacheStatsResponse(tiers=tiers)
+
+    def Flush(self, request: jkv_pb2.FlushRequest, context: grpc.ServicerContext) -> Any:
+        for tier in request.tiers if self._model.flushes else ():
+            self._tiers[tier].clear()
+        return jkv_pb2.FlushResponse()
+
+    def Drain(self, request: jkv_pb2.DrainRequest, context: grpc.ServicerContext) -> Any:
+        return jkv_pb2.DrainResponse()
+
+    def Demote(self, request: jkv_pb2.DemoteRequest, context: grpc.ServicerContext) -> Any:
+        above, below = self._tiers[request.tier], self._tiers[{"l1": "l2", "l2": "l3"}[request.tier]]
+        below.update(above)
+        above.clear()
+        return jkv_pb2.DemoteResponse()
+
+    def Prefetch(self, request: jkv_pb2.PrefetchRequest, context: grpc.ServicerContext) -> Any:
+        pages = [p for p in _pages(request.prefix.token_ids.ids) if any(p in t for t in self._tiers.values())]
+        self._tiers[request.tier].update(pages)
+        return jkv_pb2.PrefetchResponse(tokens=len(pages) * PAGE_SIZE)
 
 
 @contextmanager
@@ -90,6 +164,7 @@ def grpc_server(model: FakeModel) -> Iterator[str]:
     """The target URL of a running server."""
     server = grpc.server(ThreadPoolExecutor(16))
     jkv_pb2_grpc.add_GenerationServicer_to_server(_Servicer(model), server)
+    jkv_pb2_grpc.add_CacheServicer_to_server(_CacheServicer(model), server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
@@ -123,11 +198,11 @@ class _Handler(BaseHTTPRequestHandler):
                 }
                 self._event(json.dumps({"choices": [choice], "usage": None}))
         finally:
-            self.model.end()
+            self.model.end(prompt, count)
         usage = {
             "prompt_tokens": len(prompt),
             "completion_tokens": count,
-            "prompt_tokens_details": {"cached_tokens": cached} if self.model.caching else None,
+            "prompt_tokens_details": {"cached_tokens": sum(cached.values())} if self.model.caching else None,
         }
         if body["stream_options"]["include_usage"]:
             self._event(json.dumps({"choices": [], "usage": usage}))
