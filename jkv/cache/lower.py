@@ -131,6 +131,7 @@ class LowerTiers:
         self._post, self._clock = post, clock
         self._backlog: deque[HostPage] = deque()
         self._writing = 0
+        self._promised = 0  # pages held in L2 until they are written; the backlog may be longer
         self._reads = _Burst()
         self._seen: OrderedDict[bytes, None] = OrderedDict()
         self._pins: dict[bytes, float] = {}  # until when, by the clock
@@ -274,7 +275,7 @@ class LowerTiers:
         """Takes a page's copy into L2, and on to L3 as the policy says; None where L2 has no room."""
         page = self.host.add(offer.info, payload)
         if page is None:
-            self.counts.by_tier[Tier.L2].drops += 1
+            self.counts.by_tier[Tier.L2 if self.host.keep else Tier.L3].drops += 1
             return None
         page.prompt_tokens = offer.prompt_tokens
         self.counts.by_tier[Tier.L2].stores += 1
@@ -327,8 +328,8 @@ class LowerTiers:
             (Tier.L2, self.host.tree.pinned + len(new), self.host.tree.capacity),
             (
                 Tier.L3,
-                self.disk.tree.pinned + len(new) if self.disk else 0,
-                self.disk.capacity if self.disk else 0,
+                0 if self.disk is None else self.disk.tree.pinned + len(new),
+                0 if self.disk is None else self.disk.capacity,
             ),
         ):
             if capacity and pinned > capacity // 2:
@@ -414,9 +415,9 @@ class LowerTiers:
             self.disk.touch(keys)
 
     def _count_misses(self, pages: int) -> None:
-        tiers = [Tier.L1, *([Tier.L2] if self.host.keep else []), *([Tier.L3] if self.disk else [])]
-        for tier in tiers:
-            self.counts.by_tier[tier].misses += pages
+        there = {Tier.L1: True, Tier.L2: self.host.keep, Tier.L3: self.disk is not None}
+        for tier in Tier:
+            self.counts.by_tier[tier].misses += pages if there[tier] else 0
 
     def _gated(self, infos: Sequence[PageInfo], end: int, first: dict[Tier, int]) -> int:
         """Where to stop loading, for computing the rest is faster."""
@@ -453,7 +454,7 @@ class LowerTiers:
 
     def _read(self, info: PageInfo) -> HostPage | None:
         stored = self.disk.find(info) if self.disk is not None else None
-        if self.disk is None or stored is None or self.host.held > self.host.tree.capacity // 2:
+        if self.disk is None or stored is None or self._loading_holds_enough():
             return None
         page = self.host.add(info, None) if self.reading.allows() else None
         if page is None:
@@ -463,17 +464,24 @@ class LowerTiers:
         page.cancel = self.disk.store.read(stored, info, lambda outcome: self._deliver(page, outcome))
         return page
 
+    def _loading_holds_enough(self) -> bool:
+        return self.host.held - self._promised > self.host.tree.capacity // 2
+
     def _deliver(self, page: HostPage, outcome: ReadOutcome) -> None:
         """On a thread of the store: makes the bytes a page and hands it over."""
         assert self.disk is not None
-        payload = None if outcome.data is None else self.disk.pages.host_page(outcome.data)
+        try:
+            payload = None if outcome.data is None else self.disk.pages.host_page(outcome.data)
+        except Exception:
+            _log.exception("a page read from L3 could not be put into host memory")
+            payload = None
         self._post(lambda: self._arrived(page, payload, outcome))
 
     def _arrived(self, page: HostPage, payload: Any | None, outcome: ReadOutcome) -> None:
         assert self.disk is not None
         page.payload, page.cancel = payload, None
+        page.failed = payload is None
         if outcome.reason is not None:
-            page.failed = True
             self.disk.unreadable(outcome.page, outcome.reason)
         else:
             self.counts.by_tier[Tier.L3].loads += 1
@@ -516,12 +524,12 @@ class LowerTiers:
         assert self.disk is not None
         if page.to_write or self.disk.has(page.info):
             return
-        # Held pages are a promise; too many of them would leave L2 no room for what comes.
-        if self.host.held >= self.host.tree.capacity and not page.holds:
-            self._drop(page)
-            return
         page.to_write = True
-        self.host.hold(page)
+        # More would leave L2 no room for what comes: those may go before their turn to be written.
+        page.promised = not self.host.keep or self._promised < self.host.tree.capacity // 2
+        if page.promised:
+            self._promised += 1
+            self.host.hold(page)
         self._backlog.append(page)
         self._write_some()
 
@@ -530,10 +538,13 @@ class LowerTiers:
         while self._backlog and self._writing < _WRITES:
             page = self._backlog.popleft()
             if page.failed or not self.writing.allows() or not self.disk.reserve(page.info):
-                page.to_write = False
-                self.host.release(page)
+                self._unqueue(page)
                 self._drop(page)
                 continue
+            if not page.promised:
+                page.promised = True
+                self._promised += 1
+                self.host.hold(page)
             self._writing += 1
             self.disk.store.write(
                 page.info,
@@ -548,16 +559,22 @@ class LowerTiers:
     def _written(self, page: HostPage, outcome: WriteOutcome) -> None:
         assert self.disk is not None
         self._writing -= 1
-        page.to_write = False
         if self.disk.written(page.info, outcome):
             self.counts.by_tier[Tier.L3].stores += 1
             self.write_speed.record(outcome.bytes, outcome.seconds)
         else:
             self._drop(page)
         _tell(self.writing, outcome.reason)
-        self.host.release(page)
+        self._unqueue(page)
         self._write_some()
         self._settle()
+
+    def _unqueue(self, page: HostPage) -> None:
+        page.to_write = False
+        if page.promised:
+            page.promised = False
+            self._promised -= 1
+            self.host.release(page)
 
     def _drop(self, page: HostPage) -> None:
         self.counts.by_tier[Tier.L3].drops += 1

@@ -39,5 +39,5 @@ def page_infos(root: bytes, parent: bytes, tokens: Sequence[int], page_size: int
     keys, packed, step = page_keys(parent, tokens, page_size), pack_tokens(tokens), 4 * page_size
     return [
         PageInfo(key, before, root, packed[i * step : (i + 1) * step])
-        for i, (key, before) in enumerate(zip(keys, [parent, *keys[:-1]], strict=True))
+        for i, (key, before) in enumerate(zip(keys, [parent, *keys], strict=False))
     ]

@@ -1,0 +1,36 @@
+"""A disk tier without pages is there all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from jkv.cache.disk_tier import DiskTier
+from jkv.cache.gate import CostGate
+from jkv.cache.host_tier import HostTier
+from jkv.cache.l1 import L1Pool
+from jkv.cache.lower import LowerTiers, Policy
+from jkv.cache.pages import Tier
+from tests.cache.l3.pages import PAGE_SIZE, chain, identity, open_store
+
+
+class _Pages:
+    def host_bytes(self, page: np.ndarray, /) -> np.ndarray:
+        return page
+
+    def host_page(self, data: np.ndarray, /) -> np.ndarray:
+        return data
+
+
+def test_misses_are_counted_in_a_tier_that_is_still_empty(tmp_path: Path) -> None:
+    calls: list[Callable[[], None]] = []
+    store, model = open_store(tmp_path, identity()), identity()
+    disk = DiskTier(store, store.list(), 2**20, _Pages(), calls.append)
+    gate = CostGate(page_size=PAGE_SIZE, clock=lambda: 0.0)
+    host = HostTier(4, keep=True)
+    lower = LowerTiers(L1Pool(4, PAGE_SIZE), host, disk, gate=gate, policy=Policy(), post=calls.append)
+    assert lower.begin(chain(model, 3)) is None
+    assert {tier: lower.counts.by_tier[tier].misses for tier in Tier} == dict.fromkeys(Tier, 3)
+    lower.close()
