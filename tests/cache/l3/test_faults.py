@@ -23,9 +23,7 @@ def test_faults_are_outcomes_and_repeat_with_their_seed(tmp_path: Path) -> None:
     write(open_store(tmp_path, MODEL, owner="x"), MODEL, INFOS)
     runs = []
     for number in range(2):
-        store = faulty(
-            tmp_path / str(number), FaultPlan(seed=3, read_fail=0.3, read_short=0.3, write_fail=0.4)
-        )
+        store = faulty(tmp_path / str(number), plan)
         written = reasons(write(store, MODEL, INFOS))
         outcomes = [read(store, store.page(info), info).reason for info in INFOS]
         runs.append((written, outcomes))
