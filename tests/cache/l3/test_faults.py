@@ -20,7 +20,7 @@ def faulty(path: Path, plan: FaultPlan) -> PageStore:
 
 
 def test_faults_are_outcomes_and_repeat_with_their_seed(tmp_path: Path) -> None:
-    write(open_store(tmp_path, MODEL, owner="x"), MODEL, INFOS)
+    plan = FaultPlan(seed=3, read_fail=0.3, read_short=0.3, write_fail=0.4)
     runs = []
     for number in range(2):
         store = faulty(tmp_path / str(number), plan)
