@@ -44,8 +44,8 @@ class HostTier:
         evicted = self.tree.add(info.key, info.parent, page)
         if evicted is None:
             return None
-        for key, _ in evicted:
-            self.dirty.pop(key, None)
+        for _, old in evicted:
+            self._gone(old)
         return page
 
     def touch(self, keys: Iterable[bytes]) -> None:
@@ -70,4 +70,9 @@ class HostTier:
     def drop(self, page: HostPage) -> None:
         """Takes a page out that nobody holds."""
         self.tree.remove(page.info.key)
+        self._gone(page)
+
+    def _gone(self, page: HostPage) -> None:
+        """Whoever still has the page in a queue must not keep its memory."""
         self.dirty.pop(page.info.key, None)
+        page.payload, page.failed = None, True

@@ -166,7 +166,6 @@ class EngineLoop:
             self._take_inbox(block=False)  # requests that came just before are answered as well
             for seq in list(self._tickets):
                 self._close_ticket(seq, FinishReason.ERROR, None, "the engine failed")
-            self.scheduler.lower.close()
 
     def _serve(self) -> None:
         pending: Pending | None = None
