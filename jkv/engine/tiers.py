@@ -88,6 +88,7 @@ def _open_disk(
     except BaseException:
         store.close()
         raise
+    store.watch(lambda pages: post(lambda: disk.set_foreign(pages)))
     _log.info(
         "L3 in %s under owner %s: %d pages of its own, %d of others, listed in %.2f s",
         location,

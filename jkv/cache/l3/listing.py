@@ -61,6 +61,18 @@ def build(
     return Listing(own=known + _by_age(objects, new), foreign=foreign, stale=stale)
 
 
+def foreign(objects: KvObjects, owner: str, model8: str) -> list[StoredPage]:
+    """The pages of one model that other owners have.
+
+    Raises:
+        ObjectError: the store cannot be listed.
+    """
+    if objects.root is not None and not _others(objects.root, owner):
+        return []
+    pages = (names.parse(name) for name in objects.list())
+    return [p for p in pages if p is not None and p.model8 == model8 and p.owner != owner]
+
+
 def encode_recency(keys: Iterable[bytes]) -> bytes:
     body = b"".join(keys)
     return body + xxh3_128_digest(body)
@@ -74,6 +86,14 @@ def decode_recency(data: bytes | None) -> list[bytes]:
     if len(body) % KEY_BYTES or xxh3_128_digest(body) != checksum:
         return []
     return [body[start : start + KEY_BYTES] for start in range(0, len(body), KEY_BYTES)]
+
+
+def _others(root: str | os.PathLike[str], owner: str) -> bool:
+    """Whether a directory has other owners at all: most have none, and then looking costs next to nothing."""
+    try:
+        return any(entry.name != owner and entry.is_dir() for entry in os.scandir(root))
+    except OSError:
+        return False
 
 
 def _by_age(objects: KvObjects, pages: list[StoredPage]) -> list[StoredPage]:

@@ -23,6 +23,7 @@ from jkv.cache.l3.listing import Listing
 from jkv.cache.l3.names import StoredPage
 from jkv.cache.l3.objects import KvObjects, ObjectError, Objects, open_objects
 from jkv.cache.l3.reasons import Reason
+from jkv.cache.l3.watch import Watch
 from jkv.cache.l3.workers import Cancellable, Workers
 from jkv.cache.pages import PageInfo
 from jkv.errors import ConfigError
@@ -97,6 +98,7 @@ class PageStore:
         self._bad_foreign: set[StoredPage] = set()
         self._pages: Objects = objects if faults is None else FaultyObjects(objects, faults)
         self._closing = threading.Event()
+        self._watch: Watch | None = None
         self._submitting = threading.Lock()  # so that no job comes after the threads' last
         self._readers = Workers("l3-read", options.read_threads)
         self._writers = [Workers(f"l3-write-{number}", 1) for number in range(options.write_threads)]
@@ -131,6 +133,10 @@ class PageStore:
         )
         good = [page for page in found.foreign if page not in self._bad_foreign]
         return Listing(own=found.own, foreign=good, stale=found.stale)
+
+    def watch(self, found: Callable[[list[StoredPage]], None]) -> None:
+        """Has `found` called with all pages of other owners whenever these have changed, until `close`."""
+        self._watch = Watch(self._foreign, found)
 
     def read(
         self, page: StoredPage, info: PageInfo, done: Callable[[ReadOutcome], None]
@@ -213,6 +219,8 @@ class PageStore:
             if self._closing.is_set():
                 return
             self._closing.set()
+        if self._watch is not None:
+            self._watch.close()
         for workers in (self._readers, *self._writers):
             workers.close()
         if self._daily:
@@ -232,6 +240,10 @@ class PageStore:
         self._stale_costs = {model8: cost.page(size) for model8, size in others.items()}
         self.page_cost = cost.page(identity.object_bytes)
         self.overhead_bytes = cost.overhead(identity.object_bytes, 1 + len(others))
+
+    def _foreign(self) -> list[StoredPage]:
+        pages = listing.foreign(self._objects, self.owner, self._identity.model8)
+        return [page for page in pages if page not in self._bad_foreign]
 
     def _submit(self, workers: Workers, job: Callable[[], None]) -> bool:
         with self._submitting:
