@@ -4,116 +4,161 @@
 # source: jkv/api/jkv.proto
 # Protobuf Python Version: 6.31.1
 """Generated protocol buffer code."""
-
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import descriptor_pool as _descriptor_pool
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
-
 _runtime_version.ValidateProtobufRuntimeVersion(
-    _runtime_version.Domain.PUBLIC, 6, 31, 1, "", "jkv/api/jkv.proto"
+    _runtime_version.Domain.PUBLIC,
+    6,
+    31,
+    1,
+    '',
+    'jkv/api/jkv.proto'
 )
 # @@protoc_insertion_point(imports)
 
 _sym_db = _symbol_database.Default()
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(
-    b'\n\x11jkv/api/jkv.proto\x12\x06jkv.v1"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r"(\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t"-\n\x08Messages\x12!\n\x08messages\x18\x01 \x03(\x0b\x32\x0f.jkv.v1.Message"\xf8\x01\n\x0fGenerateRequest\x12\x10\n\x06prompt\x18\x01 \x01(\tH\x00\x12%\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x10.jkv.v1.TokenIdsH\x00\x12$\n\x08messages\x18\x03 \x01(\x0b\x32\x10.jkv.v1.MessagesH\x00\x12"\n\x08sampling\x18\x04 \x01(\x0b\x32\x10.jkv.v1.Sampling\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\x10\n\x08no_cache\x18\x06 \x01(\x08\x12\x12\n\nrequest_id\x18\x07 \x01(\t\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\r\n\x05model\x18\t \x01(\tB\x07\n\x05input"\xe9\x04\n\x08Sampling\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\x05H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\x06 \x01(\x04H\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x1f\n\x12repetition_penalty\x18\t \x01(\x02H\x06\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\n \x01(\x02H\x07\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0b \x01(\x02H\x08\x88\x01\x01\x12\x33\n\nlogit_bias\x18\x0c \x03(\x0b\x32\x1f.jkv.v1.Sampling.LogitBiasEntry\x12\x10\n\x08logprobs\x18\r \x01(\x08\x12\x19\n\x0ctop_logprobs\x18\x0e \x01(\rH\t\x88\x01\x01\x12\x12\n\nignore_eos\x18\x0f \x01(\x08\x12\x0e\n\x01n\x18\x10 \x01(\rH\n\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x0f\n\r_top_logprobsB\x04\n\x02_n"\x9c\x01\n\rGenerateChunk\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12&\n\x08logprobs\x18\x04 \x03(\x0b\x32\x14.jkv.v1.TokenLogprob\x12\x15\n\rfinish_reason\x18\x05 \x01(\t\x12\x1c\n\x05usage\x18\x06 \x01(\x0b\x32\r.jkv.v1.Usage"N\n\x0cTokenLogprob\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12!\n\x03top\x18\x03 \x03(\x0b\x32\x14.jkv.v1.TokenLogprob"@\n\x0c\x43\x61\x63hedByTier\x12\n\n\x02l1\x18\x01 \x01(\r\x12\n\n\x02l2\x18\x02 \x01(\r\x12\n\n\x02l3\x18\x03 \x01(\r\x12\x0c\n\x04peer\x18\x04 \x01(\r"~\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12,\n\x0e\x63\x61\x63hed_by_tier\x18\x04 \x01(\x0b\x32\x14.jkv.v1.CachedByTier"a\n\x0fTokenizeRequest\x12\x10\n\x06prompt\x18\x01 \x01(\tH\x00\x12$\n\x08messages\x18\x02 \x01(\x0b\x32\x10.jkv.v1.MessagesH\x00\x12\r\n\x05model\x18\x03 \x01(\tB\x07\n\x05input"\x1f\n\x10TokenizeResponse\x12\x0b\n\x03ids\x18\x01 \x03(\r"L\n\x11\x44\x65tokenizeRequest\x12\x0b\n\x03ids\x18\x01 \x03(\r\x12\r\n\x05model\x18\x02 \x01(\t\x12\x1b\n\x13skip_special_tokens\x18\x03 \x01(\x08""\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t"\x13\n\x11ListModelsRequest"n\n\tModelCard\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x11\n\tpage_size\x18\x04 \x01(\r\x12\x15\n\rhas_tokenizer\x18\x05 \x01(\x08"7\n\x12ListModelsResponse\x12!\n\x06models\x18\x01 \x03(\x0b\x32\x11.jkv.v1.ModelCard"\x93\x01\n\x06Prefix\x12\x10\n\x06prompt\x18\x01 \x01(\tH\x00\x12%\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x10.jkv.v1.TokenIdsH\x00\x12$\n\x08messages\x18\x03 \x01(\x0b\x32\x10.jkv.v1.MessagesH\x00\x12\x12\n\ncache_salt\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\tB\x07\n\x05input"\x13\n\x11\x43\x61\x63heStatsRequest"\xc3\x03\n\tTierStats\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\r\n\x05pages\x18\x02 \x01(\x04\x12\x16\n\x0epages_capacity\x18\x03 \x01(\x04\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\x12\x16\n\x0e\x62ytes_capacity\x18\x05 \x01(\x04\x12\x14\n\x0cpinned_pages\x18\x06 \x01(\x04\x12\x0c\n\x04hits\x18\x07 \x01(\x04\x12\x0e\n\x06misses\x18\x08 \x01(\x04\x12\x12\n\nhit_tokens\x18\t \x01(\x04\x12\x11\n\tevictions\x18\n \x01(\x04\x12\r\n\x05loads\x18\x0b \x01(\x04\x12\x0e\n\x06stores\x18\x0c \x01(\x04\x12\r\n\x05\x64rops\x18\r \x01(\x04\x12\x13\n\x0bquarantined\x18\x0e \x01(\x04\x12?\n\x10\x65rrors_by_reason\x18\x0f \x03(\x0b\x32%.jkv.v1.TierStats.ErrorsByReasonEntry\x12\x18\n\x10read_bytes_per_s\x18\x10 \x01(\x01\x12\x19\n\x11write_bytes_per_s\x18\x11 \x01(\x01\x12\x0f\n\x07\x62reaker\x18\x12 \x01(\t\x1a\x35\n\x13\x45rrorsByReasonEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01"\x95\x01\n\x12\x43\x61\x63heStatsResponse\x12 \n\x05tiers\x18\x01 \x03(\x0b\x32\x11.jkv.v1.TierStats\x12\x16\n\x0epending_writes\x18\x02 \x01(\x04\x12\x1c\n\x14prefill_tokens_per_s\x18\x03 \x01(\x01\x12\x13\n\x0bgated_loads\x18\x04 \x01(\x04\x12\x12\n\nlate_loads\x18\x05 \x01(\x04"/\n\rLookupRequest\x12\x1e\n\x06prefix\x18\x01 \x01(\x0b\x32\x0e.jkv.v1.Prefix"l\n\x0eLookupResponse\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x04\x12\x15\n\rcached_tokens\x18\x02 \x01(\x04\x12,\n\x0e\x63\x61\x63hed_by_tier\x18\x03 \x01(\x0b\x32\x14.jkv.v1.CachedByTier"J\n\nPinRequest\x12\x1e\n\x06prefix\x18\x01 \x01(\x0b\x32\x0e.jkv.v1.Prefix\x12\x12\n\x05ttl_s\x18\x02 \x01(\x01H\x00\x88\x01\x01\x42\x08\n\x06_ttl_s"\x1c\n\x0bPinResponse\x12\r\n\x05pages\x18\x01 \x01(\x04".\n\x0cUnpinRequest\x12\x1e\n\x06prefix\x18\x01 \x01(\x0b\x32\x0e.jkv.v1.Prefix"\x1e\n\rUnpinResponse\x12\r\n\x05pages\x18\x01 \x01(\x04"?\n\x0fPrefetchRequest\x12\x1e\n\x06prefix\x18\x01 \x01(\x0b\x32\x0e.jkv.v1.Prefix\x12\x0c\n\x04tier\x18\x02 \x01(\t""\n\x10PrefetchResponse\x12\x0e\n\x06tokens\x18\x01 \x01(\x04"\x1d\n\rDemoteRequest\x12\x0c\n\x04tier\x18\x01 \x01(\t"\x1f\n\x0e\x44\x65moteResponse\x12\r\n\x05pages\x18\x01 \x01(\x04"\x1d\n\x0c\x46lushRequest\x12\r\n\x05tiers\x18\x01 \x03(\t"n\n\rFlushResponse\x12/\n\x05pages\x18\x01 \x03(\x0b\x32 .jkv.v1.FlushResponse.PagesEntry\x1a,\n\nPagesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01"\x0e\n\x0c\x44rainRequest"\x0f\n\rDrainResponse"P\n\x0c\x45victRequest\x12 \n\x06prefix\x18\x01 \x01(\x0b\x32\x0e.jkv.v1.PrefixH\x00\x12\x14\n\ncache_salt\x18\x02 \x01(\tH\x00\x42\x08\n\x06target"\x1e\n\rEvictResponse\x12\r\n\x05pages\x18\x01 \x01(\x04\x32\x93\x02\n\nGeneration\x12<\n\x08Generate\x12\x17.jkv.v1.GenerateRequest\x1a\x15.jkv.v1.GenerateChunk0\x01\x12=\n\x08Tokenize\x12\x17.jkv.v1.TokenizeRequest\x1a\x18.jkv.v1.TokenizeResponse\x12\x43\n\nDetokenize\x12\x19.jkv.v1.DetokenizeRequest\x1a\x1a.jkv.v1.DetokenizeResponse\x12\x43\n\nListModels\x12\x19.jkv.v1.ListModelsRequest\x1a\x1a.jkv.v1.ListModelsResponse2\x80\x04\n\x05\x43\x61\x63he\x12>\n\x05Stats\x12\x19.jkv.v1.CacheStatsRequest\x1a\x1a.jkv.v1.CacheStatsResponse\x12\x37\n\x06Lookup\x12\x15.jkv.v1.LookupRequest\x1a\x16.jkv.v1.LookupResponse\x12.\n\x03Pin\x12\x12.jkv.v1.PinRequest\x1a\x13.jkv.v1.PinResponse\x12\x34\n\x05Unpin\x12\x14.jkv.v1.UnpinRequest\x1a\x15.jkv.v1.UnpinResponse\x12=\n\x08Prefetch\x12\x17.jkv.v1.PrefetchRequest\x1a\x18.jkv.v1.PrefetchResponse\x12\x37\n\x06\x44\x65mote\x12\x15.jkv.v1.DemoteRequest\x1a\x16.jkv.v1.DemoteResponse\x12\x34\n\x05\x46lush\x12\x14.jkv.v1.FlushRequest\x1a\x15.jkv.v1.FlushResponse\x12\x34\n\x05\x44rain\x12\x14.jkv.v1.DrainRequest\x1a\x15.jkv.v1.DrainResponse\x12\x34\n\x05\x45vict\x12\x14.jkv.v1.EvictRequest\x1a\x15.jkv.v1.EvictResponseb\x06proto3'
-)
+
+
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x11jkv/api/jkv.proto\x12\x06jkv.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"(\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"-\n\x08Messages\x12!\n\x08messages\x18\x01 \x03(\x0b\x32\x0f.jkv.v1.Message\"\xf8\x01\n\x0fGenerateRequest\x12\x10\n\x06prompt\x18\x01 \x01(\tH\x00\x12%\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x10.jkv.v1.TokenIdsH\x00\x12$\n\x08messages\x18\x03 \x01(\x0b\x32\x10.jkv.v1.MessagesH\x00\x12\"\n\x08sampling\x18\x04 \x01(\x0b\x32\x10.jkv.v1.Sampling\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\x10\n\x08no_cache\x18\x06 \x01(\x08\x12\x12\n\nrequest_id\x18\x07 \x01(\t\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\r\n\x05model\x18\t \x01(\tB\x07\n\x05input\"\xe9\x04\n\x08Sampling\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\x05H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\x06 \x01(\x04H\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x1f\n\x12repetition_penalty\x18\t \x01(\x02H\x06\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\n \x01(\x02H\x07\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0b \x01(\x02H\x08\x88\x01\x01\x12\x33\n\nlogit_bias\x18\x0c \x03(\x0b\x32\x1f.jkv.v1.Sampling.LogitBiasEntry\x12\x10\n\x08logprobs\x18\r \x01(\x08\x12\x19\n\x0ctop_logprobs\x18\x0e \x01(\rH\t\x88\x01\x01\x12\x12\n\nignore_eos\x18\x0f \x01(\x08\x12\x0e\n\x01n\x18\x10 \x01(\rH\n\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x0f\n\r_top_logprobsB\x04\n\x02_n\"\x9c\x01\n\rGenerateChunk\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12&\n\x08logprobs\x18\x04 \x03(\x0b\x32\x14.jkv.v1.TokenLogprob\x12\x15\n\rfinish_reason\x18\x05 \x01(\t\x12\x1c\n\x05usage\x18\x06 \x01(\x0b\x32\r.jkv.v1.Usage\"N\n\x0cTokenLogprob\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12!\n\x03top\x18\x03 \x03(\x0b\x32\x14.jkv.v1.TokenLogprob\"@\n\x0c\x43\x61\x63hedByTier\x12\n\n\x02l1\x18\x01 \x01(\r\x12\n\n\x02l2\x18\x02 \x01(\r\x12\n\n\x02l3\x18\x03 \x01(\r\x12\x0c\n\x04peer\x18\x04 \x01(\r\"~\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12,\n\x0e\x63\x61\x63hed_by_tier\x18\x04 \x01(\x0b\x32\x14.jkv.v1.CachedByTier\"a\n\x0fTokenizeRequest\x12\x10\n\x06prompt\x18\x01 \x01(\tH\x00\x12$\n\x08messages\x18\x02 \x01(\x0b\x32\x10.jkv.v1.MessagesH\x00\x12\r\n\x05model\x18\x03 \x01(\tB\x07\n\x05input\"\x1f\n\x10TokenizeResponse\x12\x0b\n\x03ids\x18\x01 \x03(\r\"L\n\x11\x44\x65tokenizeRequest\x12\x0b\n\x03ids\x18\x01 \x03(\r\x12\r\n\x05model\x18\x02 \x01(\t\x12\x1b\n\x13skip_special_tokens\x18\x03 \x01(\x08\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x13\n\x11ListModelsRequest\"n\n\tModelCard\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x11\n\tpage_size\x18\x04 \x01(\r\x12\x15\n\rhas_tokenizer\x18\x05 \x01(\x08\"7\n\x12ListModelsResponse\x12!\n\x06models\x18\x01 \x03(\x0b\x32\x11.jkv.v1.ModelCard\"\x93\x01\n\x06Prefix\x12\x10\n\x06prompt\x18\x01 \x01(\tH\x00\x12%\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x10.jkv.v1.TokenIdsH\x00\x12$\n\x08messages\x18\x03 \x01(\x0b\x32\x10.jkv.v1.MessagesH\x00\x12\x12\n\ncache_salt\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\tB\x07\n\x05input\"\x13\n\x11\x43\x61\x63heStatsRequest\"\xc3\x03\n\tTierStats\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\r\n\x05pages\x18\x02 \x01(\x04\x12\x16\n\x0epages_capacity\x18\x03 \x01(\x04\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\x12\x16\n\x0e\x62ytes_capacity\x18\x05 \x01(\x04\x12\x14\n\x0cpinned_pages\x18\x06 \x01(\x04\x12\x0c\n\x04hits\x18\x07 \x01(\x04\x12\x0e\n\x06misses\x18\x08 \x01(\x04\x12\x12\n\nhit_tokens\x18\t \x01(\x04\x12\x11\n\tevictions\x18\n \x01(\x04\x12\r\n\x05loads\x18\x0b \x01(\x04\x12\x0e\n\x06stores\x18\x0c \x01(\x04\x12\r\n\x05\x64rops\x18\r \x01(\x04\x12\x13\n\x0bquarantined\x18\x0e \x01(\x04\x12?\n\x10\x65rrors_by_reason\x18\x0f \x03(\x0b\x32%.jkv.v1.TierStats.ErrorsByReasonEntry\x12\x18\n\x10read_bytes_per_s\x18\x10 \x01(\x01\x12\x19\n\x11write_bytes_per_s\x18\x11 \x01(\x01\x12\x0f\n\x07\x62reaker\x18\x12 \x01(\t\x1a\x35\n\x13\x45rrorsByReasonEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\x95\x01\n\x12\x43\x61\x63heStatsResponse\x12 \n\x05tiers\x18\x01 \x03(\x0b\x32\x11.jkv.v1.TierStats\x12\x16\n\x0epending_writes\x18\x02 \x01(\x04\x12\x1c\n\x14prefill_tokens_per_s\x18\x03 \x01(\x01\x12\x13\n\x0bgated_loads\x18\x04 \x01(\x04\x12\x12\n\nlate_loads\x18\x05 \x01(\x04\"/\n\rLookupRequest\x12\x1e\n\x06prefix\x18\x01 \x01(\x0b\x32\x0e.jkv.v1.Prefix\"l\n\x0eLookupResponse\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x04\x12\x15\n\rcached_tokens\x18\x02 \x01(\x04\x12,\n\x0e\x63\x61\x63hed_by_tier\x18\x03 \x01(\x0b\x32\x14.jkv.v1.CachedByTier\"J\n\nPinRequest\x12\x1e\n\x06prefix\x18\x01 \x01(\x0b\x32\x0e.jkv.v1.Prefix\x12\x12\n\x05ttl_s\x18\x02 \x01(\x01H\x00\x88\x01\x01\x42\x08\n\x06_ttl_s\"\x1c\n\x0bPinResponse\x12\r\n\x05pages\x18\x01 \x01(\x04\".\n\x0cUnpinRequest\x12\x1e\n\x06prefix\x18\x01 \x01(\x0b\x32\x0e.jkv.v1.Prefix\"\x1e\n\rUnpinResponse\x12\r\n\x05pages\x18\x01 \x01(\x04\"?\n\x0fPrefetchRequest\x12\x1e\n\x06prefix\x18\x01 \x01(\x0b\x32\x0e.jkv.v1.Prefix\x12\x0c\n\x04tier\x18\x02 \x01(\t\"\"\n\x10PrefetchResponse\x12\x0e\n\x06tokens\x18\x01 \x01(\x04\"\x1d\n\rDemoteRequest\x12\x0c\n\x04tier\x18\x01 \x01(\t\"\x1f\n\x0e\x44\x65moteResponse\x12\r\n\x05pages\x18\x01 \x01(\x04\"\x1d\n\x0c\x46lushRequest\x12\r\n\x05tiers\x18\x01 \x03(\t\"n\n\rFlushResponse\x12/\n\x05pages\x18\x01 \x03(\x0b\x32 .jkv.v1.FlushResponse.PagesEntry\x1a,\n\nPagesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\x0e\n\x0c\x44rainRequest\"\x0f\n\rDrainResponse\"P\n\x0c\x45victRequest\x12 \n\x06prefix\x18\x01 \x01(\x0b\x32\x0e.jkv.v1.PrefixH\x00\x12\x14\n\ncache_salt\x18\x02 \x01(\tH\x00\x42\x08\n\x06target\"\x1e\n\rEvictResponse\x12\r\n\x05pages\x18\x01 \x01(\x04\"2\n\x0cWatchRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\r\n\x05\x61\x66ter\x18\x02 \x01(\x04\"\x98\x01\n\nWatchEvent\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12\r\n\x05reset\x18\x03 \x01(\x08\x12\x0f\n\x07partial\x18\x04 \x01(\x08\x12#\n\x07\x63hanges\x18\x05 \x03(\x0b\x32\x12.jkv.v1.PageChange\x12 \n\x04load\x18\x06 \x01(\x0b\x32\x12.jkv.v1.EngineLoad\":\n\nPageChange\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\r\n\x05\x61\x64\x64\x65\x64\x18\x02 \x01(\x0c\x12\x0f\n\x07removed\x18\x03 \x01(\x0c\"\xbc\x01\n\nEngineLoad\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x16\n\x0eprefill_tokens\x18\x03 \x01(\x04\x12\x14\n\x0cmax_num_seqs\x18\x04 \x01(\r\x12\x1c\n\x14prefill_tokens_per_s\x18\x05 \x01(\x01\x12\x16\n\x0el2_bytes_per_s\x18\x06 \x01(\x01\x12\x16\n\x0el3_bytes_per_s\x18\x07 \x01(\x01\x12\x10\n\x08\x64raining\x18\x08 \x01(\x08\"5\n\x11\x46\x65tchPagesRequest\x12\x12\n\nmodel_root\x18\x01 \x01(\x0c\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\"\x1a\n\x08PageData\x12\x0e\n\x06object\x18\x01 \x01(\x0c\"\x0f\n\rDigestRequest\";\n\nTierDigest\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\r\n\x05pages\x18\x02 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x03 \x01(\x06\"X\n\x0e\x44igestResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12!\n\x05tiers\x18\x03 \x03(\x0b\x32\x12.jkv.v1.TierDigest\"\x15\n\x13RouterStatusRequest\"\xc4\x01\n\x14RouterStatusResponse\x12\x0f\n\x07\x63luster\x18\x01 \x01(\t\x12\x0e\n\x06policy\x18\x02 \x01(\t\x12%\n\x07\x65ngines\x18\x03 \x03(\x0b\x32\x14.jkv.v1.EngineStatus\x12&\n\x07refused\x18\x04 \x03(\x0b\x32\x15.jkv.v1.RefusedEngine\x12\x13\n\x0bindex_pages\x18\x05 \x01(\x04\x12\x13\n\x0bindex_bytes\x18\x06 \x01(\x04\x12\x12\n\nmembership\x18\x07 \x01(\t\"\xa3\x02\n\x0c\x45ngineStatus\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\r\n\x05state\x18\x05 \x01(\t\x12 \n\x04load\x18\x06 \x01(\x0b\x32\x12.jkv.v1.EngineLoad\x12.\n\x05pages\x18\x07 \x03(\x0b\x32\x1f.jkv.v1.EngineStatus.PagesEntry\x12\r\n\x05lag_s\x18\x08 \x01(\x01\x12\x11\n\tin_flight\x18\t \x01(\r\x12\x11\n\tself_test\x18\n \x01(\t\x12\x0e\n\x06shards\x18\x0b \x01(\r\x1a,\n\nPagesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"<\n\rRefusedEngine\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"0\n\x0e\x45xplainRequest\x12\x1e\n\x06prefix\x18\x01 \x01(\x0b\x32\x0e.jkv.v1.Prefix\"k\n\x0f\x45xplainResponse\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x04\x12$\n\x07\x65ngines\x18\x02 \x03(\x0b\x32\x13.jkv.v1.EngineScore\x12\x0e\n\x06\x63hosen\x18\x03 \x01(\t\x12\x0b\n\x03why\x18\x04 \x01(\t\"\x84\x01\n\x0b\x45ngineScore\x12\n\n\x02id\x18\x01 \x01(\t\x12%\n\x07matched\x18\x02 \x01(\x0b\x32\x14.jkv.v1.CachedByTier\x12\x0f\n\x07queue_s\x18\x03 \x01(\x01\x12\x0e\n\x06load_s\x18\x04 \x01(\x01\x12\x11\n\tprefill_s\x18\x05 \x01(\x01\x12\x0e\n\x06ttft_s\x18\x06 \x01(\x01\"%\n\x13RouterDigestRequest\x12\x0e\n\x06\x65ngine\x18\x01 \x01(\t2\x93\x02\n\nGeneration\x12<\n\x08Generate\x12\x17.jkv.v1.GenerateRequest\x1a\x15.jkv.v1.GenerateChunk0\x01\x12=\n\x08Tokenize\x12\x17.jkv.v1.TokenizeRequest\x1a\x18.jkv.v1.TokenizeResponse\x12\x43\n\nDetokenize\x12\x19.jkv.v1.DetokenizeRequest\x1a\x1a.jkv.v1.DetokenizeResponse\x12\x43\n\nListModels\x12\x19.jkv.v1.ListModelsRequest\x1a\x1a.jkv.v1.ListModelsResponse2\x80\x04\n\x05\x43\x61\x63he\x12>\n\x05Stats\x12\x19.jkv.v1.CacheStatsRequest\x1a\x1a.jkv.v1.CacheStatsResponse\x12\x37\n\x06Lookup\x12\x15.jkv.v1.LookupRequest\x1a\x16.jkv.v1.LookupResponse\x12.\n\x03Pin\x12\x12.jkv.v1.PinRequest\x1a\x13.jkv.v1.PinResponse\x12\x34\n\x05Unpin\x12\x14.jkv.v1.UnpinRequest\x1a\x15.jkv.v1.UnpinResponse\x12=\n\x08Prefetch\x12\x17.jkv.v1.PrefetchRequest\x1a\x18.jkv.v1.PrefetchResponse\x12\x37\n\x06\x44\x65mote\x12\x15.jkv.v1.DemoteRequest\x1a\x16.jkv.v1.DemoteResponse\x12\x34\n\x05\x46lush\x12\x14.jkv.v1.FlushRequest\x1a\x15.jkv.v1.FlushResponse\x12\x34\n\x05\x44rain\x12\x14.jkv.v1.DrainRequest\x1a\x15.jkv.v1.DrainResponse\x12\x34\n\x05\x45vict\x12\x14.jkv.v1.EvictRequest\x1a\x15.jkv.v1.EvictResponse2\xb4\x01\n\x07Replica\x12\x33\n\x05Watch\x12\x14.jkv.v1.WatchRequest\x1a\x12.jkv.v1.WatchEvent0\x01\x12;\n\nFetchPages\x12\x19.jkv.v1.FetchPagesRequest\x1a\x10.jkv.v1.PageData0\x01\x12\x37\n\x06\x44igest\x12\x15.jkv.v1.DigestRequest\x1a\x16.jkv.v1.DigestResponse2\xc8\x01\n\x06Router\x12\x43\n\x06Status\x12\x1b.jkv.v1.RouterStatusRequest\x1a\x1c.jkv.v1.RouterStatusResponse\x12:\n\x07\x45xplain\x12\x16.jkv.v1.ExplainRequest\x1a\x17.jkv.v1.ExplainResponse\x12=\n\x06\x44igest\x12\x1b.jkv.v1.RouterDigestRequest\x1a\x16.jkv.v1.DigestResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
-_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, "jkv.api.jkv_pb2", _globals)
+_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'jkv.api.jkv_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-    DESCRIPTOR._loaded_options = None
-    _globals["_SAMPLING_LOGITBIASENTRY"]._loaded_options = None
-    _globals["_SAMPLING_LOGITBIASENTRY"]._serialized_options = b"8\001"
-    _globals["_TIERSTATS_ERRORSBYREASONENTRY"]._loaded_options = None
-    _globals["_TIERSTATS_ERRORSBYREASONENTRY"]._serialized_options = b"8\001"
-    _globals["_FLUSHRESPONSE_PAGESENTRY"]._loaded_options = None
-    _globals["_FLUSHRESPONSE_PAGESENTRY"]._serialized_options = b"8\001"
-    _globals["_TOKENIDS"]._serialized_start = 29
-    _globals["_TOKENIDS"]._serialized_end = 52
-    _globals["_MESSAGE"]._serialized_start = 54
-    _globals["_MESSAGE"]._serialized_end = 94
-    _globals["_MESSAGES"]._serialized_start = 96
-    _globals["_MESSAGES"]._serialized_end = 141
-    _globals["_GENERATEREQUEST"]._serialized_start = 144
-    _globals["_GENERATEREQUEST"]._serialized_end = 392
-    _globals["_SAMPLING"]._serialized_start = 395
-    _globals["_SAMPLING"]._serialized_end = 1012
-    _globals["_SAMPLING_LOGITBIASENTRY"]._serialized_start = 805
-    _globals["_SAMPLING_LOGITBIASENTRY"]._serialized_end = 853
-    _globals["_GENERATECHUNK"]._serialized_start = 1015
-    _globals["_GENERATECHUNK"]._serialized_end = 1171
-    _globals["_TOKENLOGPROB"]._serialized_start = 1173
-    _globals["_TOKENLOGPROB"]._serialized_end = 1251
-    _globals["_CACHEDBYTIER"]._serialized_start = 1253
-    _globals["_CACHEDBYTIER"]._serialized_end = 1317
-    _globals["_USAGE"]._serialized_start = 1319
-    _globals["_USAGE"]._serialized_end = 1445
-    _globals["_TOKENIZEREQUEST"]._serialized_start = 1447
-    _globals["_TOKENIZEREQUEST"]._serialized_end = 1544
-    _globals["_TOKENIZERESPONSE"]._serialized_start = 1546
-    _globals["_TOKENIZERESPONSE"]._serialized_end = 1577
-    _globals["_DETOKENIZEREQUEST"]._serialized_start = 1579
-    _globals["_DETOKENIZEREQUEST"]._serialized_end = 1655
-    _globals["_DETOKENIZERESPONSE"]._serialized_start = 1657
-    _globals["_DETOKENIZERESPONSE"]._serialized_end = 1691
-    _globals["_LISTMODELSREQUEST"]._serialized_start = 1693
-    _globals["_LISTMODELSREQUEST"]._serialized_end = 1712
-    _globals["_MODELCARD"]._serialized_start = 1714
-    _globals["_MODELCARD"]._serialized_end = 1824
-    _globals["_LISTMODELSRESPONSE"]._serialized_start = 1826
-    _globals["_LISTMODELSRESPONSE"]._serialized_end = 1881
-    _globals["_PREFIX"]._serialized_start = 1884
-    _globals["_PREFIX"]._serialized_end = 2031
-    _globals["_CACHESTATSREQUEST"]._serialized_start = 2033
-    _globals["_CACHESTATSREQUEST"]._serialized_end = 2052
-    _globals["_TIERSTATS"]._serialized_start = 2055
-    _globals["_TIERSTATS"]._serialized_end = 2506
-    _globals["_TIERSTATS_ERRORSBYREASONENTRY"]._serialized_start = 2453
-    _globals["_TIERSTATS_ERRORSBYREASONENTRY"]._serialized_end = 2506
-    _globals["_CACHESTATSRESPONSE"]._serialized_start = 2509
-    _globals["_CACHESTATSRESPONSE"]._serialized_end = 2658
-    _globals["_LOOKUPREQUEST"]._serialized_start = 2660
-    _globals["_LOOKUPREQUEST"]._serialized_end = 2707
-    _globals["_LOOKUPRESPONSE"]._serialized_start = 2709
-    _globals["_LOOKUPRESPONSE"]._serialized_end = 2817
-    _globals["_PINREQUEST"]._serialized_start = 2819
-    _globals["_PINREQUEST"]._serialized_end = 2893
-    _globals["_PINRESPONSE"]._serialized_start = 2895
-    _globals["_PINRESPONSE"]._serialized_end = 2923
-    _globals["_UNPINREQUEST"]._serialized_start = 2925
-    _globals["_UNPINREQUEST"]._serialized_end = 2971
-    _globals["_UNPINRESPONSE"]._serialized_start = 2973
-    _globals["_UNPINRESPONSE"]._serialized_end = 3003
-    _globals["_PREFETCHREQUEST"]._serialized_start = 3005
-    _globals["_PREFETCHREQUEST"]._serialized_end = 3068
-    _globals["_PREFETCHRESPONSE"]._serialized_start = 3070
-    _globals["_PREFETCHRESPONSE"]._serialized_end = 3104
-    _globals["_DEMOTEREQUEST"]._serialized_start = 3106
-    _globals["_DEMOTEREQUEST"]._serialized_end = 3135
-    _globals["_DEMOTERESPONSE"]._serialized_start = 3137
-    _globals["_DEMOTERESPONSE"]._serialized_end = 3168
-    _globals["_FLUSHREQUEST"]._serialized_start = 3170
-    _globals["_FLUSHREQUEST"]._serialized_end = 3199
-    _globals["_FLUSHRESPONSE"]._serialized_start = 3201
-    _globals["_FLUSHRESPONSE"]._serialized_end = 3311
-    _globals["_FLUSHRESPONSE_PAGESENTRY"]._serialized_start = 3267
-    _globals["_FLUSHRESPONSE_PAGESENTRY"]._serialized_end = 3311
-    _globals["_DRAINREQUEST"]._serialized_start = 3313
-    _globals["_DRAINREQUEST"]._serialized_end = 3327
-    _globals["_DRAINRESPONSE"]._serialized_start = 3329
-    _globals["_DRAINRESPONSE"]._serialized_end = 3344
-    _globals["_EVICTREQUEST"]._serialized_start = 3346
-    _globals["_EVICTREQUEST"]._serialized_end = 3426
-    _globals["_EVICTRESPONSE"]._serialized_start = 3428
-    _globals["_EVICTRESPONSE"]._serialized_end = 3458
-    _globals["_GENERATION"]._serialized_start = 3461
-    _globals["_GENERATION"]._serialized_end = 3736
-    _globals["_CACHE"]._serialized_start = 3739
-    _globals["_CACHE"]._serialized_end = 4251
+  DESCRIPTOR._loaded_options = None
+  _globals['_SAMPLING_LOGITBIASENTRY']._loaded_options = None
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_options = b'8\001'
+  _globals['_TIERSTATS_ERRORSBYREASONENTRY']._loaded_options = None
+  _globals['_TIERSTATS_ERRORSBYREASONENTRY']._serialized_options = b'8\001'
+  _globals['_FLUSHRESPONSE_PAGESENTRY']._loaded_options = None
+  _globals['_FLUSHRESPONSE_PAGESENTRY']._serialized_options = b'8\001'
+  _globals['_ENGINESTATUS_PAGESENTRY']._loaded_options = None
+  _globals['_ENGINESTATUS_PAGESENTRY']._serialized_options = b'8\001'
+  _globals['_TOKENIDS']._serialized_start=29
+  _globals['_TOKENIDS']._serialized_end=52
+  _globals['_MESSAGE']._serialized_start=54
+  _globals['_MESSAGE']._serialized_end=94
+  _globals['_MESSAGES']._serialized_start=96
+  _globals['_MESSAGES']._serialized_end=141
+  _globals['_GENERATEREQUEST']._serialized_start=144
+  _globals['_GENERATEREQUEST']._serialized_end=392
+  _globals['_SAMPLING']._serialized_start=395
+  _globals['_SAMPLING']._serialized_end=1012
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=805
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=853
+  _globals['_GENERATECHUNK']._serialized_start=1015
+  _globals['_GENERATECHUNK']._serialized_end=1171
+  _globals['_TOKENLOGPROB']._serialized_start=1173
+  _globals['_TOKENLOGPROB']._serialized_end=1251
+  _globals['_CACHEDBYTIER']._serialized_start=1253
+  _globals['_CACHEDBYTIER']._serialized_end=1317
+  _globals['_USAGE']._serialized_start=1319
+  _globals['_USAGE']._serialized_end=1445
+  _globals['_TOKENIZEREQUEST']._serialized_start=1447
+  _globals['_TOKENIZEREQUEST']._serialized_end=1544
+  _globals['_TOKENIZERESPONSE']._serialized_start=1546
+  _globals['_TOKENIZERESPONSE']._serialized_end=1577
+  _globals['_DETOKENIZEREQUEST']._serialized_start=1579
+  _globals['_DETOKENIZEREQUEST']._serialized_end=1655
+  _globals['_DETOKENIZERESPONSE']._serialized_start=1657
+  _globals['_DETOKENIZERESPONSE']._serialized_end=1691
+  _globals['_LISTMODELSREQUEST']._serialized_start=1693
+  _globals['_LISTMODELSREQUEST']._serialized_end=1712
+  _globals['_MODELCARD']._serialized_start=1714
+  _globals['_MODELCARD']._serialized_end=1824
+  _globals['_LISTMODELSRESPONSE']._serialized_start=1826
+  _globals['_LISTMODELSRESPONSE']._serialized_end=1881
+  _globals['_PREFIX']._serialized_start=1884
+  _globals['_PREFIX']._serialized_end=2031
+  _globals['_CACHESTATSREQUEST']._serialized_start=2033
+  _globals['_CACHESTATSREQUEST']._serialized_end=2052
+  _globals['_TIERSTATS']._serialized_start=2055
+  _globals['_TIERSTATS']._serialized_end=2506
+  _globals['_TIERSTATS_ERRORSBYREASONENTRY']._serialized_start=2453
+  _globals['_TIERSTATS_ERRORSBYREASONENTRY']._serialized_end=2506
+  _globals['_CACHESTATSRESPONSE']._serialized_start=2509
+  _globals['_CACHESTATSRESPONSE']._serialized_end=2658
+  _globals['_LOOKUPREQUEST']._serialized_start=2660
+  _globals['_LOOKUPREQUEST']._serialized_end=2707
+  _globals['_LOOKUPRESPONSE']._serialized_start=2709
+  _globals['_LOOKUPRESPONSE']._serialized_end=2817
+  _globals['_PINREQUEST']._serialized_start=2819
+  _globals['_PINREQUEST']._serialized_end=2893
+  _globals['_PINRESPONSE']._serialized_start=2895
+  _globals['_PINRESPONSE']._serialized_end=2923
+  _globals['_UNPINREQUEST']._serialized_start=2925
+  _globals['_UNPINREQUEST']._serialized_end=2971
+  _globals['_UNPINRESPONSE']._serialized_start=2973
+  _globals['_UNPINRESPONSE']._serialized_end=3003
+  _globals['_PREFETCHREQUEST']._serialized_start=3005
+  _globals['_PREFETCHREQUEST']._serialized_end=3068
+  _globals['_PREFETCHRESPONSE']._serialized_start=3070
+  _globals['_PREFETCHRESPONSE']._serialized_end=3104
+  _globals['_DEMOTEREQUEST']._serialized_start=3106
+  _globals['_DEMOTEREQUEST']._serialized_end=3135
+  _globals['_DEMOTERESPONSE']._serialized_start=3137
+  _globals['_DEMOTERESPONSE']._serialized_end=3168
+  _globals['_FLUSHREQUEST']._serialized_start=3170
+  _globals['_FLUSHREQUEST']._serialized_end=3199
+  _globals['_FLUSHRESPONSE']._serialized_start=3201
+  _globals['_FLUSHRESPONSE']._serialized_end=3311
+  _globals['_FLUSHRESPONSE_PAGESENTRY']._serialized_start=3267
+  _globals['_FLUSHRESPONSE_PAGESENTRY']._serialized_end=3311
+  _globals['_DRAINREQUEST']._serialized_start=3313
+  _globals['_DRAINREQUEST']._serialized_end=3327
+  _globals['_DRAINRESPONSE']._serialized_start=3329
+  _globals['_DRAINRESPONSE']._serialized_end=3344
+  _globals['_EVICTREQUEST']._serialized_start=3346
+  _globals['_EVICTREQUEST']._serialized_end=3426
+  _globals['_EVICTRESPONSE']._serialized_start=3428
+  _globals['_EVICTRESPONSE']._serialized_end=3458
+  _globals['_WATCHREQUEST']._serialized_start=3460
+  _globals['_WATCHREQUEST']._serialized_end=3510
+  _globals['_WATCHEVENT']._serialized_start=3513
+  _globals['_WATCHEVENT']._serialized_end=3665
+  _globals['_PAGECHANGE']._serialized_start=3667
+  _globals['_PAGECHANGE']._serialized_end=3725
+  _globals['_ENGINELOAD']._serialized_start=3728
+  _globals['_ENGINELOAD']._serialized_end=3916
+  _globals['_FETCHPAGESREQUEST']._serialized_start=3918
+  _globals['_FETCHPAGESREQUEST']._serialized_end=3971
+  _globals['_PAGEDATA']._serialized_start=3973
+  _globals['_PAGEDATA']._serialized_end=3999
+  _globals['_DIGESTREQUEST']._serialized_start=4001
+  _globals['_DIGESTREQUEST']._serialized_end=4016
+  _globals['_TIERDIGEST']._serialized_start=4018
+  _globals['_TIERDIGEST']._serialized_end=4077
+  _globals['_DIGESTRESPONSE']._serialized_start=4079
+  _globals['_DIGESTRESPONSE']._serialized_end=4167
+  _globals['_ROUTERSTATUSREQUEST']._serialized_start=4169
+  _globals['_ROUTERSTATUSREQUEST']._serialized_end=4190
+  _globals['_ROUTERSTATUSRESPONSE']._serialized_start=4193
+  _globals['_ROUTERSTATUSRESPONSE']._serialized_end=4389
+  _globals['_ENGINESTATUS']._serialized_start=4392
+  _globals['_ENGINESTATUS']._serialized_end=4683
+  _globals['_ENGINESTATUS_PAGESENTRY']._serialized_start=3267
+  _globals['_ENGINESTATUS_PAGESENTRY']._serialized_end=3311
+  _globals['_REFUSEDENGINE']._serialized_start=4685
+  _globals['_REFUSEDENGINE']._serialized_end=4745
+  _globals['_EXPLAINREQUEST']._serialized_start=4747
+  _globals['_EXPLAINREQUEST']._serialized_end=4795
+  _globals['_EXPLAINRESPONSE']._serialized_start=4797
+  _globals['_EXPLAINRESPONSE']._serialized_end=4904
+  _globals['_ENGINESCORE']._serialized_start=4907
+  _globals['_ENGINESCORE']._serialized_end=5039
+  _globals['_ROUTERDIGESTREQUEST']._serialized_start=5041
+  _globals['_ROUTERDIGESTREQUEST']._serialized_end=5078
+  _globals['_GENERATION']._serialized_start=5081
+  _globals['_GENERATION']._serialized_end=5356
+  _globals['_CACHE']._serialized_start=5359
+  _globals['_CACHE']._serialized_end=5871
+  _globals['_REPLICA']._serialized_start=5874
+  _globals['_REPLICA']._serialized_end=6054
+  _globals['_ROUTER']._serialized_start=6057
+  _globals['_ROUTER']._serialized_end=6257
 # @@protoc_insertion_point(module_scope)

@@ -384,3 +384,200 @@ class EvictResponse(_message.Message):
     PAGES_FIELD_NUMBER: _ClassVar[int]
     pages: int
     def __init__(self, pages: _Optional[int] = ...) -> None: ...
+
+class WatchRequest(_message.Message):
+    __slots__ = ("incarnation", "after")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    incarnation: str
+    after: int
+    def __init__(self, incarnation: _Optional[str] = ..., after: _Optional[int] = ...) -> None: ...
+
+class WatchEvent(_message.Message):
+    __slots__ = ("incarnation", "number", "reset", "partial", "changes", "load")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    RESET_FIELD_NUMBER: _ClassVar[int]
+    PARTIAL_FIELD_NUMBER: _ClassVar[int]
+    CHANGES_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    incarnation: str
+    number: int
+    reset: bool
+    partial: bool
+    changes: _containers.RepeatedCompositeFieldContainer[PageChange]
+    load: EngineLoad
+    def __init__(self, incarnation: _Optional[str] = ..., number: _Optional[int] = ..., reset: bool = ..., partial: bool = ..., changes: _Optional[_Iterable[_Union[PageChange, _Mapping]]] = ..., load: _Optional[_Union[EngineLoad, _Mapping]] = ...) -> None: ...
+
+class PageChange(_message.Message):
+    __slots__ = ("tier", "added", "removed")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    ADDED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    tier: str
+    added: bytes
+    removed: bytes
+    def __init__(self, tier: _Optional[str] = ..., added: _Optional[bytes] = ..., removed: _Optional[bytes] = ...) -> None: ...
+
+class EngineLoad(_message.Message):
+    __slots__ = ("running", "waiting", "prefill_tokens", "max_num_seqs", "prefill_tokens_per_s", "l2_bytes_per_s", "l3_bytes_per_s", "draining")
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    L2_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    L3_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    running: int
+    waiting: int
+    prefill_tokens: int
+    max_num_seqs: int
+    prefill_tokens_per_s: float
+    l2_bytes_per_s: float
+    l3_bytes_per_s: float
+    draining: bool
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., l2_bytes_per_s: _Optional[float] = ..., l3_bytes_per_s: _Optional[float] = ..., draining: bool = ...) -> None: ...
+
+class FetchPagesRequest(_message.Message):
+    __slots__ = ("model_root", "keys")
+    MODEL_ROOT_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    model_root: bytes
+    keys: bytes
+    def __init__(self, model_root: _Optional[bytes] = ..., keys: _Optional[bytes] = ...) -> None: ...
+
+class PageData(_message.Message):
+    __slots__ = ("object",)
+    OBJECT_FIELD_NUMBER: _ClassVar[int]
+    object: bytes
+    def __init__(self, object: _Optional[bytes] = ...) -> None: ...
+
+class DigestRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class TierDigest(_message.Message):
+    __slots__ = ("tier", "pages", "checksum")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    tier: str
+    pages: int
+    checksum: int
+    def __init__(self, tier: _Optional[str] = ..., pages: _Optional[int] = ..., checksum: _Optional[int] = ...) -> None: ...
+
+class DigestResponse(_message.Message):
+    __slots__ = ("incarnation", "number", "tiers")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    incarnation: str
+    number: int
+    tiers: _containers.RepeatedCompositeFieldContainer[TierDigest]
+    def __init__(self, incarnation: _Optional[str] = ..., number: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[TierDigest, _Mapping]]] = ...) -> None: ...
+
+class RouterStatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RouterStatusResponse(_message.Message):
+    __slots__ = ("cluster", "policy", "engines", "refused", "index_pages", "index_bytes", "membership")
+    CLUSTER_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    INDEX_PAGES_FIELD_NUMBER: _ClassVar[int]
+    INDEX_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MEMBERSHIP_FIELD_NUMBER: _ClassVar[int]
+    cluster: str
+    policy: str
+    engines: _containers.RepeatedCompositeFieldContainer[EngineStatus]
+    refused: _containers.RepeatedCompositeFieldContainer[RefusedEngine]
+    index_pages: int
+    index_bytes: int
+    membership: str
+    def __init__(self, cluster: _Optional[str] = ..., policy: _Optional[str] = ..., engines: _Optional[_Iterable[_Union[EngineStatus, _Mapping]]] = ..., refused: _Optional[_Iterable[_Union[RefusedEngine, _Mapping]]] = ..., index_pages: _Optional[int] = ..., index_bytes: _Optional[int] = ..., membership: _Optional[str] = ...) -> None: ...
+
+class EngineStatus(_message.Message):
+    __slots__ = ("id", "address", "incarnation", "model", "state", "load", "pages", "lag_s", "in_flight", "self_test", "shards")
+    class PagesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    LAG_S_FIELD_NUMBER: _ClassVar[int]
+    IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    SELF_TEST_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    address: str
+    incarnation: str
+    model: str
+    state: str
+    load: EngineLoad
+    pages: _containers.ScalarMap[str, int]
+    lag_s: float
+    in_flight: int
+    self_test: str
+    shards: int
+    def __init__(self, id: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., model: _Optional[str] = ..., state: _Optional[str] = ..., load: _Optional[_Union[EngineLoad, _Mapping]] = ..., pages: _Optional[_Mapping[str, int]] = ..., lag_s: _Optional[float] = ..., in_flight: _Optional[int] = ..., self_test: _Optional[str] = ..., shards: _Optional[int] = ...) -> None: ...
+
+class RefusedEngine(_message.Message):
+    __slots__ = ("id", "address", "reason")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    address: str
+    reason: str
+    def __init__(self, id: _Optional[str] = ..., address: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class ExplainRequest(_message.Message):
+    __slots__ = ("prefix",)
+    PREFIX_FIELD_NUMBER: _ClassVar[int]
+    prefix: Prefix
+    def __init__(self, prefix: _Optional[_Union[Prefix, _Mapping]] = ...) -> None: ...
+
+class ExplainResponse(_message.Message):
+    __slots__ = ("prompt_tokens", "engines", "chosen", "why")
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
+    CHOSEN_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    prompt_tokens: int
+    engines: _containers.RepeatedCompositeFieldContainer[EngineScore]
+    chosen: str
+    why: str
+    def __init__(self, prompt_tokens: _Optional[int] = ..., engines: _Optional[_Iterable[_Union[EngineScore, _Mapping]]] = ..., chosen: _Optional[str] = ..., why: _Optional[str] = ...) -> None: ...
+
+class EngineScore(_message.Message):
+    __slots__ = ("id", "matched", "queue_s", "load_s", "prefill_s", "ttft_s")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    MATCHED_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    LOAD_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_S_FIELD_NUMBER: _ClassVar[int]
+    TTFT_S_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    matched: CachedByTier
+    queue_s: float
+    load_s: float
+    prefill_s: float
+    ttft_s: float
+    def __init__(self, id: _Optional[str] = ..., matched: _Optional[_Union[CachedByTier, _Mapping]] = ..., queue_s: _Optional[float] = ..., load_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., ttft_s: _Optional[float] = ...) -> None: ...
+
+class RouterDigestRequest(_message.Message):
+    __slots__ = ("engine",)
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    engine: str
+    def __init__(self, engine: _Optional[str] = ...) -> None: ...
