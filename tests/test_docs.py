@@ -12,6 +12,7 @@ from jkv import flags
 from jkv.api import jkv_pb2 as pb
 from jkv.api import sampling, validate
 from jkv.bench.__main__ import _BENCHMARKS
+from jkv.cache.l3.reasons import Reason
 from jkv.client.args import CachePrefix, Connection, Pin, Request, Sampling
 from jkv.config import ServeConfig
 
@@ -79,6 +80,12 @@ def test_the_api_page_has_every_field_and_limit() -> None:
         validate.MAX_CACHE_SALT_LENGTH,
     ):
         assert re.search(rf"\b{limit:g}\b", text.replace(",", "")), f"docs/api.md lacks the limit {limit:g}"
+
+
+def test_the_operations_page_explains_every_reason_of_a_disk_error() -> None:
+    text = (_ROOT / "docs" / "operations.md").read_text()
+    for reason in Reason:
+        assert f"`read_{reason}`" in text or f"`write_{reason}`" in text, f"docs/operations.md lacks {reason}"
 
 
 @pytest.mark.parametrize("page", _PAGES, ids=lambda page: page.name)
