@@ -11,7 +11,7 @@ import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -260,8 +260,7 @@ class LowerTiers:
     def choose(self, offers: Iterable[Offer]) -> list[Offer]:
         """Those of the offered pages that are to be copied to L2 now."""
         chosen: dict[bytes, Offer] = {}
-        for offer in offers:
-            self._note(offer)
+        for offer in map(self._noted, offers):
             if not self._below(offer) and self._goes_down(offer):
                 chosen[offer.info.key] = offer
         return list(chosen.values())
@@ -286,7 +285,7 @@ class LowerTiers:
             self._clean()
         elif self._admits(offer):
             self._queue(page)
-        if not self.host.keep and not page.holds:
+        if not self.host.keep and not page.holds and not page.failed:
             self.host.drop(page)
         return page
 
@@ -492,13 +491,16 @@ class LowerTiers:
         _tell(self.reading, outcome.reason)
         self.host.release(page)
 
-    def _note(self, offer: Offer) -> None:
-        """Remembers that a page was seen, where its second use decides."""
+    def _noted(self, offer: Offer) -> Offer:
+        """Remembers that a page was seen, where its second use decides: one seen before counts as used."""
         if self.disk is None or self.policy.l3_admission != "second-use":
-            return
+            return offer
+        if offer.info.key in self._seen:
+            return replace(offer, used=True)
         self._seen[offer.info.key] = None
         if len(self._seen) > _SEEN_PER_PAGE * max(self.disk.capacity, 1024):
             self._seen.popitem(last=False)
+        return offer
 
     def _below(self, offer: Offer) -> bool:
         """Whether a lower tier has the page; if only L2 has, it may be L3's turn."""
@@ -518,7 +520,7 @@ class LowerTiers:
         """Whether L3 takes the page, by the policy."""
         if self.disk is None or offer.prompt_tokens < self.policy.l3_min_tokens:
             return False
-        return self.policy.l3_admission == "always" or offer.used or offer.info.key in self._seen
+        return self.policy.l3_admission == "always" or offer.used
 
     def _queue(self, page: HostPage) -> None:
         assert self.disk is not None
