@@ -29,8 +29,7 @@ class HostPage:
     payload: Any | None
     holds: int = 0
     failed: bool = False  # its read did not succeed; it is of no use to anyone
-    to_write: bool = False  # waits to be written to L3, or is being written
-    promised: bool = False  # has a hold until then
+    promised: bool = False  # has a hold until it is written to L3
     cancel: Callable[[], None] | None = None  # of its read
     prompt_tokens: int = 0
 

@@ -135,7 +135,9 @@ class LowerTiers:
         self._reads = _Burst()
         self._seen: OrderedDict[bytes, None] = OrderedDict()
         self._pins: dict[bytes, float] = {}  # until when, by the clock
-        self._drained: list[Callable[[], None]] = []
+        self._unwritten: dict[HostPage, int] = {}  # on its way to L3, in order: numbers as they were queued
+        self._queued = 0
+        self._drained: list[tuple[int, Callable[[], None]]] = []  # after the write of that number
         self._write_back = policy.write == "write-back"
         if self._write_back:
             pool.on_evict = lambda page, info: self.leaving.append(Offer(page, info, 0, used=True))
@@ -156,7 +158,7 @@ class LowerTiers:
     @property
     def pending_writes(self) -> int:
         """Pages that are yet to be published in L3."""
-        return len(self._backlog) + self._writing
+        return len(self._unwritten)
 
     # Loading
 
@@ -165,7 +167,7 @@ class LowerTiers:
         end, first = self._longest(infos)
         self._touch(infos[:end])
         if count_misses:
-            self._count_misses(len(infos) - end)
+            self._count_misses(len(infos) - end, Tier)
         if self.policy.load == "auto":
             end = self._gated(infos, end, first)
         if not first or min(first.values()) >= end:
@@ -210,14 +212,16 @@ class LowerTiers:
         payload = page.payload
         if tier is Tier.L3:
             self.host.release(page)
-        self.counts.by_tier[Tier.L2].loads += 1
+        else:
+            self.counts.by_tier[Tier.L2].loads += 1
         return payload, tier
 
     def count_hit(self, tier: Tier, tokens: int) -> None:
-        """A request took a page from this tier, for this many of its tokens."""
+        """A request took a page from this tier, for this many of its tokens: those above it lacked the page."""
         counts = self.counts.by_tier[tier]
         counts.hits += 1
         counts.hit_tokens += tokens
+        self._count_misses(1, list(Tier)[: list(Tier).index(tier)])
 
     def settled(self, load: Load) -> bool:
         """Whether nothing of it is on its way any more. Whoever asks waits: this starts the time it has."""
@@ -272,7 +276,8 @@ class LowerTiers:
 
     def saved(self, offer: Offer, payload: Any) -> HostPage | None:
         """Takes a page's copy into L2, and on to L3 as the policy says; None where L2 has no room."""
-        page = self.host.add(offer.info, payload)
+        through = self._admits(offer) and not (self._write_back and self.host.keep)
+        page = self._place(offer.info, payload, through) if through or self._follows(offer.info) else None
         if page is None:
             self.counts.by_tier[Tier.L2 if self.host.keep else Tier.L3].drops += 1
             return None
@@ -280,11 +285,11 @@ class LowerTiers:
         self.counts.by_tier[Tier.L2].stores += 1
         if self.disk is None:
             return page
-        if self._write_back and self.host.keep:
+        if through:
+            self._queue(page)
+        elif self._write_back:
             self.host.dirty[offer.info.key] = page
             self._clean()
-        elif self._admits(offer):
-            self._queue(page)
         if not self.host.keep and not page.holds and not page.failed:
             self.host.drop(page)
         return page
@@ -303,7 +308,7 @@ class LowerTiers:
     def when_drained(self, done: Callable[[], None]) -> None:
         """Has `done` called once every write that is wanted now is published or has failed."""
         self.flush_dirty()
-        self._drained.append(done)
+        self._drained.append((self._queued, done))
         self._settle()
 
     def drop_host(self, *, stored_only: bool = False) -> int:
@@ -324,7 +329,7 @@ class LowerTiers:
         new = [info for info in infos if info.key not in self._pins]
         for tier, pinned, capacity in (
             (Tier.L1, len(self._pins) + len(new), self.pool.total),
-            (Tier.L2, self.host.tree.pinned + len(new), self.host.tree.capacity),
+            (Tier.L2, self.host.tree.pinned + len(new), self.host.tree.capacity if self.host.keep else 0),
             (
                 Tier.L3,
                 0 if self.disk is None else self.disk.tree.pinned + len(new),
@@ -413,9 +418,9 @@ class LowerTiers:
         if self.disk is not None:
             self.disk.touch(keys)
 
-    def _count_misses(self, pages: int) -> None:
+    def _count_misses(self, pages: int, tiers: Iterable[Tier]) -> None:
         there = {Tier.L1: True, Tier.L2: self.host.keep, Tier.L3: self.disk is not None}
-        for tier in Tier:
+        for tier in tiers:
             self.counts.by_tier[tier].misses += pages if there[tier] else 0
 
     def _gated(self, infos: Sequence[PageInfo], end: int, first: dict[Tier, int]) -> int:
@@ -455,7 +460,7 @@ class LowerTiers:
         stored = self.disk.find(info) if self.disk is not None else None
         if self.disk is None or stored is None or self._loading_holds_enough():
             return None
-        page = self.host.add(info, None) if self.reading.allows() else None
+        page = self._place(info, None, through=True) if self.reading.allows() else None
         if page is None:
             return None
         self.host.hold(page)  # for the read itself
@@ -491,6 +496,30 @@ class LowerTiers:
         _tell(self.reading, outcome.reason)
         self.host.release(page)
 
+    def _follows(self, info: PageInfo) -> bool:
+        """Whether the page can be found again below L1: the one before it is there. Under write-back L1 gives
+        up leaves first, and the one before it is to follow.
+        """
+        if self._write_back or info.parent == info.root or info.parent in self.host.tree:
+            return True
+        return self.disk is not None and info.parent in self.disk.tree
+
+    def _place(self, info: PageInfo, payload: Any | None, through: bool) -> HostPage | None:
+        """Adds a page to L2. One on its way through, from or to L3, may take the room of a page above it where
+        L2 is full of these, if L3 has that page as well: so prompts longer than L2 pass.
+        """
+        page = self.host.add(info, payload)
+        if page is not None or not through or self.disk is None or info.key in self.host.tree:
+            return page
+        above = self.host.tree.get(info.parent)
+        while above is not None and (above.holds or self.disk.find(above.info) is None):
+            above = self.host.tree.get(above.info.parent)
+        if above is None:
+            return None
+        self.host.drop(above)
+        self.host.tree.evictions += 1
+        return self.host.add(info, payload)
+
     def _noted(self, offer: Offer) -> Offer:
         """Remembers that a page was seen, where its second use decides: one seen before counts as used."""
         if self.disk is None or self.policy.l3_admission != "second-use":
@@ -524,9 +553,10 @@ class LowerTiers:
 
     def _queue(self, page: HostPage) -> None:
         assert self.disk is not None
-        if page.to_write or self.disk.has(page.info):
+        if page in self._unwritten or self.disk.has(page.info):
             return
-        page.to_write = True
+        self._queued += 1
+        self._unwritten[page] = self._queued
         # More would leave L2 no room for what comes: those may go before their turn to be written.
         page.promised = not self.host.keep or self._promised < self.host.tree.capacity // 2
         if page.promised:
@@ -572,7 +602,7 @@ class LowerTiers:
         self._settle()
 
     def _unqueue(self, page: HostPage) -> None:
-        page.to_write = False
+        del self._unwritten[page]
         if page.promised:
             page.promised = False
             self._promised -= 1
@@ -590,11 +620,9 @@ class LowerTiers:
             self._queue(self.host.dirty.popitem(last=False)[1])
 
     def _settle(self) -> None:
-        if self._backlog or self._writing:
-            return
-        waiting, self._drained = self._drained, []
-        for done in waiting:
-            done()
+        first = next(iter(self._unwritten.values()), self._queued + 1)
+        while self._drained and self._drained[0][0] < first:
+            self._drained.pop(0)[1]()
 
 
 def _tell(breaker: Breaker, reason: Reason | None) -> None:
