@@ -8,16 +8,18 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 
+from jkv.cache.events import ChangeLog
 from jkv.cache.l3.listing import Listing, StalePage
 from jkv.cache.l3.names import StoredPage
 from jkv.cache.l3.reasons import Reason
 from jkv.cache.l3.store import ReadOutcome, WriteOutcome
 from jkv.cache.page_tree import PageTree
-from jkv.cache.pages import PageInfo
+from jkv.cache.pages import PageInfo, Tier
 
 # Outcomes that speak against the store's health; the others are about one page, or about ourselves.
 _FAULTS = frozenset({Reason.IO, Reason.NO_SPACE, Reason.READ_ONLY})
@@ -29,6 +31,8 @@ class Store(Protocol):
     """`jkv.cache.l3.store.PageStore`, or what stands for it where there is nothing to keep."""
 
     @property
+    def owner(self) -> str: ...
+    @property
     def page_cost(self) -> int: ...
     @property
     def overhead_bytes(self) -> int: ...
@@ -39,7 +43,7 @@ class Store(Protocol):
         self, info: PageInfo, data: Callable[[], np.ndarray], done: Callable[[WriteOutcome], None]
     ) -> None: ...
     def delete(self, page: StoredPage, done: Callable[[bool], None] | None) -> None: ...
-    def quarantine(self, page: StoredPage) -> None: ...
+    def quarantine(self, page: StoredPage, done: Callable[[bool], None] | None) -> None: ...
     def save_recency(self, keys: Iterable[bytes]) -> None: ...
     def close(self) -> None: ...
 
@@ -66,7 +70,8 @@ class DiskTier:
 
     A page counts from the moment its write starts; it is found once the write has been published. Pages of
     other models under the same owner, and pages that could not be deleted, only take room and go first.
-    `post` has a function called on the engine's thread.
+    `post` has a function called on the engine's thread; `changes` is told what can be read from now on, or no
+    more.
     """
 
     def __init__(
@@ -76,8 +81,9 @@ class DiskTier:
         capacity_bytes: int,
         pages: HostPages,
         post: Callable[[Callable[[], None]], None],
+        changes: ChangeLog | None = None,
     ) -> None:
-        self.store, self.pages, self._post = store, pages, post
+        self.store, self.pages, self._post, self._changes = store, pages, post, changes
         self.errors: Counter[str] = Counter()
         self.quarantined = 0
         self.capacity_bytes = capacity_bytes
@@ -114,7 +120,13 @@ class DiskTier:
 
     def set_foreign(self, pages: Iterable[StoredPage]) -> None:
         """The pages of other owners, as just listed."""
-        self._foreign = {p.key: p for p in pages}
+        before, self._foreign = self._foreign, {p.key: p for p in pages}
+        for key in before.keys() ^ self._foreign.keys():
+            self._report(key)
+
+    def readable(self) -> list[bytes]:
+        """Keys of all pages that can be read, this engine's and others'."""
+        return [*{page.key for page in self.own_pages()} | self._foreign.keys()]
 
     def find(self, info: PageInfo) -> StoredPage | None:
         """A published page that should have this identity; reading it tells."""
@@ -142,9 +154,7 @@ class DiskTier:
         if evicted is None:
             return False
         self.tree.hold(info.key)
-        for _, own in evicted:
-            assert own.stored is not None
-            self._delete(own.stored)
+        self._deleted_from_tree(own for _, own in evicted)
         return True
 
     def written(self, info: PageInfo, outcome: WriteOutcome) -> bool:
@@ -154,6 +164,7 @@ class DiskTier:
         self.tree.release(info.key)
         if outcome.reason is None:
             own.stored = outcome.page
+            self._report(info.key)
             return True
         self.errors[f"write_{outcome.reason.value}"] += 1
         self.tree.remove(info.key)
@@ -161,21 +172,22 @@ class DiskTier:
 
     def unreadable(self, page: StoredPage, reason: Reason) -> None:
         """Takes note of a read that failed: a page that is bad or gone is not found again."""
+        if reason in (Reason.CANCELLED, Reason.CLOSED):
+            return
         self.errors[f"read_{reason.value}"] += 1
         if reason not in _BAD and reason is not Reason.MISSING:
             return
         self._forget(page)
         if reason in _BAD:
             self.quarantined += 1
-            self.store.quarantine(page)
+            self._quarantine(page)
 
     def remove(self, key: bytes) -> bool:
         """Deletes a page of this engine; False where it has none, or is just writing it."""
         own = self.tree.get(key)
         if own is None or own.stored is None:
             return False
-        self.tree.remove(key)
-        self._delete(own.stored)
+        self._deleted_from_tree([self.tree.remove(key)])
         return True
 
     def when_deleted(self, done: Callable[[], None]) -> None:
@@ -201,9 +213,8 @@ class DiskTier:
             if evicted is None:
                 self._delete(page)
                 continue
-            for _, own in evicted:
-                assert own.stored is not None
-                self._delete(own.stored)
+            self._report(page.key)
+            self._deleted_from_tree(own for _, own in evicted)
 
     def _forget(self, page: StoredPage) -> None:
         own = self.tree.get(page.key)
@@ -211,10 +222,37 @@ class DiskTier:
             self.tree.remove(page.key)
         if self._foreign.get(page.key) == page:
             del self._foreign[page.key]
+        self._report(page.key)
+
+    def _report(self, key: bytes) -> None:
+        if self._changes is None:
+            return
+        own = self.tree.get(key)
+        if (own is not None and own.stored is not None) or key in self._foreign:
+            self._changes.add(Tier.L3, key)
+        else:
+            self._changes.remove(Tier.L3, key)
+
+    def _deleted_from_tree(self, gone: Iterable[_Own]) -> None:
+        for own in gone:
+            if own.stored is not None:
+                self._report(own.stored.key)
+                self._delete(own.stored)
 
     def _delete(self, page: StoredPage) -> None:
         self._deleting += 1
-        self.store.delete(page, lambda freed: self._post(lambda: self._deleted(page, freed)))
+        self.store.delete(page, partial(self._after_delete, page))
+
+    def _quarantine(self, page: StoredPage) -> None:
+        if page.owner != self.store.owner:
+            self.store.quarantine(page, None)
+            return
+        self._deleting += 1
+        self.store.quarantine(page, partial(self._after_delete, page))
+
+    def _after_delete(self, page: StoredPage, freed: bool) -> None:
+        """On a thread of the store."""
+        self._post(lambda: self._deleted(page, freed))
 
     def _deleted(self, page: StoredPage, freed: bool) -> None:
         self._deleting -= 1
@@ -240,9 +278,7 @@ class DiskTier:
 
     def _resize(self) -> None:
         self.tree.capacity = max(0, self._budget - self._stale_bytes) // self.store.page_cost
-        for _, own in self.tree.evict(len(self.tree) - self.tree.capacity):
-            if own.stored is not None:
-                self._delete(own.stored)
+        self._deleted_from_tree(own for _, own in self.tree.evict(len(self.tree) - self.tree.capacity))
 
 
 def is_fault(reason: Reason | None) -> bool:

@@ -9,9 +9,10 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
 
+from jkv.cache.events import ChangeLog
 from jkv.cache.load import HostPage
 from jkv.cache.page_tree import PageTree
-from jkv.cache.pages import PageInfo
+from jkv.cache.pages import PageInfo, Tier
 
 
 class HostTier:
@@ -21,8 +22,9 @@ class HostTier:
     that no lower tier has been offered yet, oldest first; their owner takes them out.
     """
 
-    def __init__(self, capacity: int, *, keep: bool) -> None:
+    def __init__(self, capacity: int, *, keep: bool, changes: ChangeLog | None = None) -> None:
         self.keep = keep
+        self._changes = changes if keep else None
         self.tree: PageTree[HostPage] = PageTree(capacity)
         self.held = 0
         self.dirty: OrderedDict[bytes, HostPage] = OrderedDict()
@@ -46,7 +48,15 @@ class HostTier:
             return None
         for _, old in evicted:
             self._gone(old)
+        if payload is not None:
+            self._report(page)
         return page
+
+    def arrived(self, page: HostPage, payload: Any | None) -> None:
+        """Ends the reading of a page; without a payload it has failed."""
+        page.payload, page.failed = payload, payload is None
+        if payload is not None:
+            self._report(page)
 
     def touch(self, keys: Iterable[bytes]) -> None:
         self.tree.touch(keys)
@@ -75,4 +85,10 @@ class HostTier:
     def _gone(self, page: HostPage) -> None:
         """Whoever still has the page in a queue must not keep its memory."""
         self.dirty.pop(page.info.key, None)
+        if page.payload is not None and self._changes is not None:
+            self._changes.remove(Tier.L2, page.info.key)
         page.payload, page.failed = None, True
+
+    def _report(self, page: HostPage) -> None:
+        if self._changes is not None:
+            self._changes.add(Tier.L2, page.info.key)

@@ -12,7 +12,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from jkv.cache.pages import PageInfo
+from jkv.cache.events import ChangeLog
+from jkv.cache.pages import PageInfo, Tier
 
 
 @dataclass(slots=True)
@@ -34,25 +35,30 @@ class L1Counts:
 class L1Pool:
     """Pages `0 .. total - 1` of the device pool and the prefix index over the cached ones.
 
-    `on_evict`, where set, is told of every cached page before its room is given away.
+    `on_evict`, where set, is told of every cached page before its room is given away; `changes` of every page
+    that can be found from now on, or no more.
     """
 
-    def __init__(self, total: int, page_size: int) -> None:
+    def __init__(self, total: int, page_size: int, changes: ChangeLog | None = None) -> None:
         if total < 1 or page_size < 1:
             raise ValueError(f"an L1 pool needs pages and a page size, got {total} and {page_size}")
         self.total, self.page_size = total, page_size
         self.evictions = 0
         self.on_evict: Callable[[int, PageInfo], None] | None = None
+        self._changes = changes
+        self._index: dict[bytes, int] = {}
+        self._pins: set[bytes] = set()
         self.reset()
 
     def reset(self) -> None:
         """Forgets everything, as after the loss of the device pool; pins stay."""
+        if self._changes is not None:
+            self._changes.remove_all(Tier.L1, self._index)
         self._pages = [_Page() for _ in range(self.total)]
         self._free = list(range(self.total - 1, -1, -1))
-        self._index: dict[bytes, int] = {}
+        self._index = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # cached pages without a user, oldest first
         self._kept: set[int] = set()  # those of them that are pinned: in `_kept` instead
-        self._pins: set[bytes] = getattr(self, "_pins", set())
 
     @property
     def available(self) -> int:
@@ -108,6 +114,8 @@ class L1Pool:
         if other is None:
             self._pages[page].info = info
             self._index[info.key] = page
+            if self._changes is not None:
+                self._changes.add(Tier.L1, info.key)
             return page
         if other == page or self._pages[other].info != info:
             return page
@@ -152,6 +160,8 @@ class L1Pool:
         page = self._index.pop(key, None)
         if page is None:
             return False
+        if self._changes is not None:
+            self._changes.remove(Tier.L1, key)
         self._pages[page].info = None
         if self._pages[page].refs == 0:
             self._idle.pop(page, None)
@@ -199,6 +209,8 @@ class L1Pool:
         assert info is not None
         if self.on_evict is not None:
             self.on_evict(page, info)
+        if self._changes is not None:
+            self._changes.remove(Tier.L1, info.key)
         del self._index[info.key]
         self._pages[page] = _Page()
         self._free.append(page)
