@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from jkv.cache.breaker import Breaker
+from jkv.cache.breaker import Breaker, BreakerState
 from jkv.cache.disk_tier import DiskTier, is_fault
 from jkv.cache.gate import CostGate
 from jkv.cache.host_tier import HostTier
@@ -173,22 +173,24 @@ class LowerTiers:
         if not first or min(first.values()) >= end:
             return None
         load = Load(infos, end)
-        self._pump(load)
+        self._pump(load, queued=True)
         return load
 
-    def state(self, load: Load, number: int) -> PageState:
-        """Where page `number`, which L1 lacks, is; starts to read it if it can be read."""
+    def state(self, load: Load, number: int, *, queued: bool = False) -> PageState:
+        """Where page `number`, which L1 lacks, is; starts to read it if it can be read. `queued` loads leave
+        room to those of running requests, which take their pages as they come.
+        """
         if number >= load.end:
             return PageState.ABSENT
         page = load.held.get(number) or self.host.find(load.infos[number])
         if page is None:
             load.next = min(load.next, number)
-            self._pump(load)
+            self._pump(load, queued=queued)
             page = load.held.get(number)
-        if page is None or page.failed:
+        if page.failed if page is not None else not self._waits_for_room(load.infos[number], queued):
             load.end = number
             return PageState.ABSENT
-        if page.payload is not None:
+        if page is not None and page.payload is not None:
             return PageState.READY
         now = self._clock()
         if load.late_at is None:
@@ -196,7 +198,8 @@ class LowerTiers:
         if now < load.late_at:
             return PageState.COMING
         self.counts.late_loads += 1
-        self.reading.failed()
+        if page is not None:
+            self.reading.failed()
         load.end = number
         return PageState.ABSENT
 
@@ -217,7 +220,7 @@ class LowerTiers:
         return payload, tier
 
     def count_hit(self, tier: Tier, tokens: int) -> None:
-        """A request took a page from this tier, for this many of its tokens: those above it lacked the page."""
+        """A request took a page from this tier, for this many of its tokens; the tiers above lacked it."""
         counts = self.counts.by_tier[tier]
         counts.hits += 1
         counts.hit_tokens += tokens
@@ -226,7 +229,9 @@ class LowerTiers:
     def settled(self, load: Load) -> bool:
         """Whether nothing of it is on its way any more. Whoever asks waits: this starts the time it has."""
         number = next((n for n, p in load.held.items() if n < load.end and p.payload is None), None)
-        return number is None or self.state(load, number) is not PageState.COMING
+        if number is None and not load.held:
+            number = load.next  # where reading stopped for want of room, or the end
+        return number is None or self.state(load, number, queued=True) is not PageState.COMING
 
     def started(self, load: Load) -> bool:
         """Whether something of it has been read already."""
@@ -235,8 +240,10 @@ class LowerTiers:
     def end(self, load: Load) -> None:
         """Gives back what the load still holds; reads that nobody else waits for are cancelled."""
         for page in load.held.values():
-            if page.holds == 2 and page.cancel is not None and page.payload is None:  # this load and the read
-                page.cancel()
+            cancel = page.cancel
+            if page.holds == 2 and cancel is not None:  # this load and the read
+                page.cancel = None
+                cancel()
             self.host.release(page)
         load.held.clear()
         load.end = 0
@@ -441,14 +448,14 @@ class LowerTiers:
         computing = pages * self.pool.page_size / speed
         return min(self.policy.load_timeout_s, _PATIENCE * computing + _PATIENCE_S)
 
-    def _pump(self, load: Load) -> None:
-        """Starts reads in order, as far as L2 has room for them: half of it, the rest is for saving."""
+    def _pump(self, load: Load, *, queued: bool) -> None:
+        """Starts reads in order, as far as L2 has room for them."""
         while load.next < load.end:
             info = load.infos[load.next]
             page = self.host.find(info)
             if self.pool.find(info) is None and (page is None or page.payload is None):
                 if page is None:
-                    page = self._read(info)
+                    page = self._read(info, queued)
                 if page is None:
                     return
                 if load.next not in load.held:
@@ -456,20 +463,31 @@ class LowerTiers:
                     load.held[load.next] = page
             load.next += 1
 
-    def _read(self, info: PageInfo) -> HostPage | None:
-        stored = self.disk.find(info) if self.disk is not None else None
-        if self.disk is None or stored is None or self._loading_holds_enough():
+    def _read(self, info: PageInfo, queued: bool) -> HostPage | None:
+        if self.disk is None or self.disk.find(info) is None or self._loads_hold_enough(queued):
             return None
         page = self._place(info, None, through=True) if self.reading.allows() else None
-        if page is None:
-            return None
-        self.host.hold(page)  # for the read itself
-        self._reads.started(self._clock())
-        page.cancel = self.disk.store.read(stored, info, lambda outcome: self._deliver(page, outcome))
+        if page is not None:
+            self.host.hold(page)  # for the read itself
+            self._start_read(page)
         return page
 
-    def _loading_holds_enough(self) -> bool:
-        return self.host.held - self._promised > self.host.tree.capacity // 2
+    def _start_read(self, page: HostPage) -> None:
+        assert self.disk is not None
+        stored = self.disk.find(page.info)
+        assert stored is not None
+        self._reads.started(self._clock())
+        page.cancel = self.disk.store.read(stored, page.info, lambda outcome: self._deliver(page, outcome))
+
+    def _loads_hold_enough(self, queued: bool) -> bool:
+        """The rest of L2 is for saving."""
+        share = self.host.tree.capacity * (2 if queued else 3) // 4
+        return self.host.held - self._promised > share
+
+    def _waits_for_room(self, info: PageInfo, queued: bool) -> bool:
+        """Whether a page would be read if other loads did not hold so many."""
+        there = self.disk is not None and self.disk.find(info) is not None
+        return there and self.reading.state is BreakerState.CLOSED and self._loads_hold_enough(queued)
 
     def _deliver(self, page: HostPage, outcome: ReadOutcome) -> None:
         """On a thread of the store: makes the bytes a page and hands it over."""
@@ -483,13 +501,16 @@ class LowerTiers:
 
     def _arrived(self, page: HostPage, payload: Any | None, outcome: ReadOutcome) -> None:
         assert self.disk is not None
+        burst = self._reads.ended(outcome.data, self._clock())
+        if outcome.reason is Reason.CANCELLED and page.holds > 1 and self.disk.find(page.info) is not None:
+            self._start_read(page)  # somebody has come for it since
+            return
         page.payload, page.cancel = payload, None
         page.failed = payload is None
         if outcome.reason is not None:
             self.disk.unreadable(outcome.page, outcome.reason)
         else:
             self.counts.by_tier[Tier.L3].loads += 1
-        burst = self._reads.ended(outcome.data, self._clock())
         if burst is not None and burst.pages:
             self.gate.record_load(Tier.L3, burst.pages, burst.seconds)
             self.read_speed.record(burst.bytes, burst.seconds)
@@ -505,8 +526,8 @@ class LowerTiers:
         return self.disk is not None and info.parent in self.disk.tree
 
     def _place(self, info: PageInfo, payload: Any | None, through: bool) -> HostPage | None:
-        """Adds a page to L2. One on its way through, from or to L3, may take the room of a page above it where
-        L2 is full of these, if L3 has that page as well: so prompts longer than L2 pass.
+        """Adds a page to L2. One on its way through, from or to L3, may take the room of a page above it
+        where L2 is full of these, if L3 has that page as well: so prompts longer than L2 pass.
         """
         page = self.host.add(info, payload)
         if page is not None or not through or self.disk is None or info.key in self.host.tree:

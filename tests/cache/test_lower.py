@@ -46,8 +46,9 @@ def test_each_tier_extends_what_the_one_above_has() -> None:
     infos = prompt(1, 6)
     r = rig(own=infos[:5])
     for number, info in enumerate(infos[:2]):
-        (page,) = r.lower.pool.allocate(1) or ()
-        assert r.lower.pool.publish(page, info) == page == number
+        pages = r.lower.pool.allocate(1)
+        assert pages == [number]
+        r.lower.pool.publish(number, info)
     r.offer(infos[2:3])  # L3 has it
     r.host.add(infos[2], content(infos[2]))
     assert r.lower.longest(infos) == {Tier.L1: 2, Tier.L2: 1, Tier.L3: 2}
@@ -365,9 +366,7 @@ class TestPins:
         r = rig(l2=10, l3=64)
         r.offer(infos)
         r.settle()
-        with pytest.raises(
-            FailedPreconditionError, match=r"6 pages would be pinned; at most half of l2's 10"
-        ):
+        with pytest.raises(FailedPreconditionError, match="6 pages would be pinned; at most half of l2's 10"):
             r.lower.pin(infos, until=1e9)
         assert not r.lower._pins
         r.lower.pin(infos[:5], until=1e9)

@@ -1,4 +1,4 @@
-"""Lower tiers over a store that answers when a test says so, in the order it says, and as badly as it says."""
+"""Lower tiers over a store that answers when a test says so, in the order and as badly as it says."""
 
 from __future__ import annotations
 
@@ -49,6 +49,7 @@ class FakeStore:
     real store's do.
     """
 
+    owner = OWNER
     page_cost = 1
     overhead_bytes = 0
 
@@ -100,10 +101,10 @@ class FakeStore:
 
         self.operations.append(Operation("delete", page, None, answer))
 
-    def quarantine(self, page: StoredPage) -> None:
+    def quarantine(self, page: StoredPage, done: Callable[[bool], None] | None = None) -> None:
         self.quarantined.append(page)
         if page.owner == OWNER:
-            self.delete(page, None)
+            self.delete(page, done)
 
     def save_recency(self, keys: Iterable[bytes]) -> None:
         self.recency = list(keys)
