@@ -505,8 +505,8 @@ class LowerTiers:
         if outcome.reason is Reason.CANCELLED and page.holds > 1 and self.disk.find(page.info) is not None:
             self._start_read(page)  # somebody has come for it since
             return
-        page.payload, page.cancel = payload, None
-        page.failed = payload is None
+        page.cancel = None
+        self.host.arrived(page, payload)
         if outcome.reason is not None:
             self.disk.unreadable(outcome.page, outcome.reason)
         else:
