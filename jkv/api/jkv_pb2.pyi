@@ -27,7 +27,7 @@ class Messages(_message.Message):
     def __init__(self, messages: _Optional[_Iterable[_Union[Message, _Mapping]]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("prompt", "token_ids", "messages", "sampling", "cache_salt", "no_cache", "request_id", "priority", "model")
+    __slots__ = ("prompt", "token_ids", "messages", "sampling", "cache_salt", "no_cache", "request_id", "priority", "model", "resume_token_ids")
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
@@ -37,6 +37,7 @@ class GenerateRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
+    RESUME_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     prompt: str
     token_ids: TokenIds
     messages: Messages
@@ -46,7 +47,8 @@ class GenerateRequest(_message.Message):
     request_id: str
     priority: int
     model: str
-    def __init__(self, prompt: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., messages: _Optional[_Union[Messages, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., cache_salt: _Optional[str] = ..., no_cache: bool = ..., request_id: _Optional[str] = ..., priority: _Optional[int] = ..., model: _Optional[str] = ...) -> None: ...
+    resume_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, prompt: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., messages: _Optional[_Union[Messages, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., cache_salt: _Optional[str] = ..., no_cache: bool = ..., request_id: _Optional[str] = ..., priority: _Optional[int] = ..., model: _Optional[str] = ..., resume_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs", "top_logprobs", "ignore_eos", "n")
@@ -92,20 +94,22 @@ class Sampling(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., logprobs: bool = ..., top_logprobs: _Optional[int] = ..., ignore_eos: bool = ..., n: _Optional[int] = ...) -> None: ...
 
 class GenerateChunk(_message.Message):
-    __slots__ = ("index", "text", "token_ids", "logprobs", "finish_reason", "usage")
+    __slots__ = ("index", "text", "token_ids", "logprobs", "finish_reason", "usage", "cached_by_tier")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
+    CACHED_BY_TIER_FIELD_NUMBER: _ClassVar[int]
     index: int
     text: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprob]
     finish_reason: str
     usage: Usage
-    def __init__(self, index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., finish_reason: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ...) -> None: ...
+    cached_by_tier: CachedByTier
+    def __init__(self, index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., finish_reason: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., cached_by_tier: _Optional[_Union[CachedByTier, _Mapping]] = ...) -> None: ...
 
 class TokenLogprob(_message.Message):
     __slots__ = ("id", "logprob", "top")
@@ -394,20 +398,40 @@ class WatchRequest(_message.Message):
     def __init__(self, incarnation: _Optional[str] = ..., after: _Optional[int] = ...) -> None: ...
 
 class WatchEvent(_message.Message):
-    __slots__ = ("incarnation", "number", "reset", "partial", "changes", "load")
+    __slots__ = ("incarnation", "number", "reset", "partial", "changes", "load", "engine")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     RESET_FIELD_NUMBER: _ClassVar[int]
     PARTIAL_FIELD_NUMBER: _ClassVar[int]
     CHANGES_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     number: int
     reset: bool
     partial: bool
     changes: _containers.RepeatedCompositeFieldContainer[PageChange]
     load: EngineLoad
-    def __init__(self, incarnation: _Optional[str] = ..., number: _Optional[int] = ..., reset: bool = ..., partial: bool = ..., changes: _Optional[_Iterable[_Union[PageChange, _Mapping]]] = ..., load: _Optional[_Union[EngineLoad, _Mapping]] = ...) -> None: ...
+    engine: EngineDescription
+    def __init__(self, incarnation: _Optional[str] = ..., number: _Optional[int] = ..., reset: bool = ..., partial: bool = ..., changes: _Optional[_Iterable[_Union[PageChange, _Mapping]]] = ..., load: _Optional[_Union[EngineLoad, _Mapping]] = ..., engine: _Optional[_Union[EngineDescription, _Mapping]] = ...) -> None: ...
+
+class EngineDescription(_message.Message):
+    __slots__ = ("id", "model", "model_root", "page_size", "page_bytes", "tiers", "version")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    MODEL_ROOT_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    model: str
+    model_root: bytes
+    page_size: int
+    page_bytes: int
+    tiers: _containers.RepeatedScalarFieldContainer[str]
+    version: str
+    def __init__(self, id: _Optional[str] = ..., model: _Optional[str] = ..., model_root: _Optional[bytes] = ..., page_size: _Optional[int] = ..., page_bytes: _Optional[int] = ..., tiers: _Optional[_Iterable[str]] = ..., version: _Optional[str] = ...) -> None: ...
 
 class PageChange(_message.Message):
     __slots__ = ("tier", "added", "removed")

@@ -688,7 +688,8 @@ class ReplicaServicer(object):
     """
 
     def Watch(self, request, context):
-        """A snapshot of all pages, then every change in order, and the load whenever it has changed.
+        """A snapshot of all pages, then every change in order, and the load whenever it has changed. At least one event
+        a second, if need be without news: a router holds silence against an engine.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
