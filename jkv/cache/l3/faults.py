@@ -1,7 +1,8 @@
 """Seeded faults between the store and TensorStore, for tests. Off unless a test asks for them.
 
 A test gives a plan to `PageStore.open`; one that starts a server process puts it into `JKV_TEST_L3_FAULTS` as
-JSON, for example `{"seed": 1, "read_fail": 0.1, "write_slow": 1.0, "slow_s": 0.05}`.
+JSON, for example `{"seed": 1, "read_fail": 0.1, "write_slow": 1.0, "slow_s": 0.05}`, or names a file that holds
+it, and that it may replace while the server runs.
 """
 
 from __future__ import annotations
@@ -12,11 +13,22 @@ import os
 import random
 import threading
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
 
 from jkv.cache.l3.objects import ObjectError, Objects, Operation
 from jkv.cache.l3.reasons import Reason
 
 _VARIABLE = "JKV_TEST_L3_FAULTS"
+
+
+class Faults(Protocol):
+    """Where plans come from."""
+
+    @property
+    def plan(self) -> FaultPlan:
+        """The one in force now."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +48,36 @@ class FaultPlan:
     delete_fail: float = 0.0  # EIO
     slow_s: float = 0.05
 
-    @staticmethod
-    def from_environment() -> FaultPlan | None:
-        """The plan of a test that started this process, if any."""
-        text = os.environ.get(_VARIABLE)
-        return None if text is None else FaultPlan(**json.loads(text))
+    @property
+    def plan(self) -> FaultPlan:
+        return self
+
+
+class PlanFile:
+    """The plan in a file, read again whenever the file has been replaced."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._read: tuple[int, int] | None = None  # the file that `_plan` is from
+        self._plan = FaultPlan()
+
+    @property
+    def plan(self) -> FaultPlan:
+        with self._lock:
+            status = self._path.stat()
+            if (file := (status.st_ino, status.st_mtime_ns)) != self._read:
+                self._plan = FaultPlan(**json.loads(self._path.read_text()))
+                self._read = file
+            return self._plan
+
+
+def from_environment() -> Faults | None:
+    """The faults that a test which started this process asks for, if any."""
+    text = os.environ.get(_VARIABLE)
+    if text is None:
+        return None
+    return FaultPlan(**json.loads(text)) if text.startswith("{") else PlanFile(Path(text))
 
 
 class _Delayed:
@@ -74,19 +111,19 @@ class _Done:
 class FaultyObjects:
     """Passes operations on to another store of objects, some of them badly."""
 
-    def __init__(self, inner: Objects, plan: FaultPlan) -> None:
-        self._inner, self._plan = inner, plan
-        self._random = random.Random(plan.seed)
+    def __init__(self, inner: Objects, faults: Faults) -> None:
+        self._inner, self._faults = inner, faults
+        self._random = random.Random(faults.plan.seed)
         self._lock = threading.Lock()
 
     def read(self, name: str) -> Operation:
-        plan = self._plan
+        plan = self._faults.plan
         fail, short, slow = self._draw(plan.read_fail, plan.read_short, plan.read_slow)
         inner = _Done() if fail else self._inner.read(name)
         return _Delayed(inner, slow * plan.slow_s, _os_error(errno.EIO) if fail else None, short)
 
     def write(self, name: str, data: bytes) -> Operation:
-        plan = self._plan
+        plan = self._faults.plan
         fail, full, short, slow = self._draw(
             plan.write_fail, plan.write_full, plan.write_short, plan.write_slow
         )
@@ -95,7 +132,7 @@ class FaultyObjects:
         return _Delayed(inner, slow * plan.slow_s, error, short=False)
 
     def delete(self, name: str) -> Operation:
-        (fail,) = self._draw(self._plan.delete_fail)
+        (fail,) = self._draw(self._faults.plan.delete_fail)
         inner = _Done() if fail else self._inner.delete(name)
         return _Delayed(inner, 0.0, _os_error(errno.EIO) if fail else None, short=False)
 

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jkv.cache.l3 import faults as injected
 from jkv.cache.l3 import format, listing, names, owner
 from jkv.cache.l3.budget import WriteBudget
-from jkv.cache.l3.faults import FaultPlan, FaultyObjects
+from jkv.cache.l3.faults import Faults, FaultyObjects
 from jkv.cache.l3.format import StoreIdentity
 from jkv.cache.l3.housekeeping import QUARANTINE_MAX, DiskCost, describe_model, other_models, sweep
 from jkv.cache.l3.listing import Listing
@@ -72,7 +73,7 @@ class PageStore:
         objects: KvObjects,
         options: StoreOptions,
         identity: StoreIdentity,
-        faults: FaultPlan | None = None,
+        faults: Faults | None = None,
     ) -> None:
         """Claims an owner and tidies up after its last holder; see `open`."""
         self._objects, self._identity = objects, identity
@@ -105,7 +106,7 @@ class PageStore:
 
     @classmethod
     def open(
-        cls, options: StoreOptions, identity: StoreIdentity, *, faults: FaultPlan | None = None
+        cls, options: StoreOptions, identity: StoreIdentity, *, faults: Faults | None = None
     ) -> PageStore:
         """Opens the store, makes it where it is missing, claims an owner and sweeps its leftovers.
 
@@ -114,7 +115,7 @@ class PageStore:
         """
         objects = open_objects(options.location, sync=options.sync)
         try:
-            return cls(objects, options, identity, faults or FaultPlan.from_environment())
+            return cls(objects, options, identity, faults or injected.from_environment())
         except (OSError, ObjectError) as error:
             raise ConfigError(f"--l3-dir {options.location}: cannot be used: {error}") from error
 

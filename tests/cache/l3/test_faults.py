@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jkv.cache.l3.faults import FaultPlan
+from jkv.cache.l3.faults import FaultPlan, from_environment
 from jkv.cache.l3.reasons import Reason
 from jkv.cache.l3.store import PageStore, StoreOptions
 from tests.cache.l3.pages import assert_serves, chain, delete, identity, open_store, read, reasons, write
@@ -76,4 +76,17 @@ def test_the_plan_of_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert read(store, store.page(INFOS[0]), INFOS[0]).reason is Reason.IO
     store.close()
     monkeypatch.delenv("JKV_TEST_L3_FAULTS")
-    assert FaultPlan.from_environment() is None
+    assert from_environment() is None
+
+
+def test_a_plan_in_a_file_can_be_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, new = tmp_path / "plan", tmp_path / "new"
+    file.write_text('{"read_fail": 1.0}')
+    monkeypatch.setenv("JKV_TEST_L3_FAULTS", str(file))
+    store = open_store(tmp_path / "l3", MODEL)
+    write(store, MODEL, INFOS[:1])
+    assert read(store, store.page(INFOS[0]), INFOS[0]).reason is Reason.IO
+    new.write_text("{}")
+    new.replace(file)
+    assert_serves(store, MODEL, INFOS[:1])
+    store.close()
