@@ -241,5 +241,5 @@ def _describe_holder(descriptor: int) -> None:
 def _same_file(path: Path, descriptor: int) -> bool:
     try:
         return os.path.samestat(path.stat(), os.fstat(descriptor))
-    except FileNotFoundError:
+    except OSError:
         return False
