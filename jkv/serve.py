@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import NoReturn, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
-from jkv.api.grpc_server import GrpcServer, join_address
+from jkv.api.grpc_server import GrpcServer
+from jkv.api.listening import join_address
 from jkv.api.prompt import Backend
 from jkv.cache.control import CacheControl
 from jkv.config import GIB, ServeConfig, parse_config
 from jkv.engine.host_memory import keep_freed_memory
 from jkv.engine.request import Generator
 from jkv.errors import ConfigError, EngineFailedError, JkvError
+from jkv.process import announce, exit_now, stop_on_signals, unless
 from jkv.progress import ProgressLine
 from jkv.text.chat import ChatTemplate
 from jkv.text.tokenizer import Tokenizer
@@ -84,13 +85,13 @@ async def serve(config: ServeConfig, build: Build) -> None:
     Raises:
         JkvError: the address or the model cannot be used, or the engine failed for good.
     """
-    stopping = _stop_on_signals()
+    stopping = stop_on_signals()
     server = GrpcServer()
     address = join_address(config.host, await server.start(config.host, config.grpc_port))
-    _announce(f"listening on {address}, loading {config.model}")
+    announce(f"listening on {address}, loading {config.model}")
     progress = _progress()
     try:
-        built = await _unless(stopping, _in_daemon_thread(lambda: build(config, progress)))
+        built = await unless(stopping, _in_daemon_thread(lambda: build(config, progress)))
     except BaseException:
         await server.stop()
         raise
@@ -98,7 +99,7 @@ async def serve(config: ServeConfig, build: Build) -> None:
         progress.close()
     if built is None:
         await server.stop()
-        _exit_now(0)
+        exit_now(0)
     await server.open(
         Backend(
             generator=built.engine,
@@ -108,9 +109,9 @@ async def serve(config: ServeConfig, build: Build) -> None:
             chat_template=built.chat_template,
         )
     )
-    _announce(f"ready: {built.served_name} on {address}")
+    announce(f"ready: {built.served_name} on {address}")
     # ended() gives no result, as stopping does not: which came first shows in the event.
-    await _unless(stopping, asyncio.ensure_future(built.engine.ended()))
+    await unless(stopping, asyncio.ensure_future(built.engine.ended()))
     if not stopping.is_set():
         await server.close()
         await server.stop()
@@ -140,43 +141,6 @@ def _prepare_memory() -> None:
     keep_freed_memory()
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     os.environ.setdefault(_PINNED_LIMIT, str(max(1, total // GIB)))
-
-
-def _announce(message: str) -> None:
-    """For people and scripts that wait for the server."""
-    print(message, flush=True)
-
-
-def _stop_on_signals() -> asyncio.Event:
-    stopping = asyncio.Event()
-
-    def handle(number: int) -> None:
-        if stopping.is_set():
-            _exit_now(128 + number)
-        stopping.set()
-
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, handle, number)
-    return stopping
-
-
-def _exit_now(status: int) -> NoReturn:
-    """Leave without waiting for threads that compile or load."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
-
-
-async def _unless(stopping: asyncio.Event, work: asyncio.Future[T]) -> T | None:
-    """The work's result, or None if `stopping` comes first."""
-    stop = asyncio.create_task(stopping.wait())
-    await asyncio.wait((work, stop), return_when=asyncio.FIRST_COMPLETED)
-    stop.cancel()
-    if work.done():
-        return work.result()
-    work.cancel()
-    return None
 
 
 def _in_daemon_thread(function: Callable[[], T]) -> asyncio.Future[T]:
