@@ -1,8 +1,8 @@
 """Seeded faults between the store and TensorStore, for tests. Off unless a test asks for them.
 
 A test gives a plan to `PageStore.open`; one that starts a server process puts it into `JKV_TEST_L3_FAULTS` as
-JSON, for example `{"seed": 1, "read_fail": 0.1, "write_slow": 1.0, "slow_s": 0.05}`, or names a file there. It
-may replace that while the server runs.
+JSON, for example `{"seed": 1, "read_fail": 0.1, "write_slow": 1.0, "slow_s": 0.05}`, or names a file there,
+which it may replace while the server runs.
 """
 
 from __future__ import annotations
