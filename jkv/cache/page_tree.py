@@ -22,7 +22,6 @@ class _Node(Generic[V]):
     """A page, or the placeholder of one that is absent and has children. Siblings are a linked list."""
 
     __slots__ = (
-        "blocks",
         "child",
         "holds",
         "key",
@@ -44,7 +43,6 @@ class _Node(Generic[V]):
         self.prev: _Node[V] | None = None
         self.stamp = 0  # of its last use; no two pages have the same
         self.holds = 0  # users, and one for a pin
-        self.blocks = 0  # children that cannot be evicted, and one for itself where it is held
         self.present = False
         self.queued = False  # has its entry among the candidates
 
@@ -66,7 +64,6 @@ class PageTree(Generic[V]):
         # put right when it comes up, so that a use costs no heap operation.
         self._candidates: list[tuple[int, _Node[V]]] = []
         self._stamp = 0
-        self._blocked = 0  # present pages that cannot be evicted
         self.capacity = capacity
 
     @property
@@ -79,11 +76,6 @@ class PageTree(Generic[V]):
         if pages < 0:
             raise ValueError(f"a capacity is a number of pages, got {pages}")
         self._capacity = pages
-
-    @property
-    def evictable(self) -> int:
-        """How many pages could be evicted now, one after the other."""
-        return len(self._nodes) - self._blocked
 
     @property
     def pinned(self) -> int:
@@ -110,16 +102,12 @@ class PageTree(Generic[V]):
                 self._stamp += 1
                 node.stamp = self._stamp
 
-    def room(self, count: int) -> bool:
-        """Whether `count` pages can be added now, evicting where needed, none of them below an idle page."""
-        return count <= self._capacity - len(self._nodes) + self.evictable
-
     def add(self, key: bytes, parent: bytes, value: V) -> list[tuple[bytes, V]] | None:
         """Adds an absent page as the most recent one; returns the pages evicted for it, in order.
 
         Returns None, and changes nothing, where the pages that may be evicted do not suffice. The pages above
-        the new one are not evicted for it. Takes a step for each page above it where pages below it wait, or
-        where there are more pages than `capacity`.
+        the new one are not evicted for it. Takes a step for each page above it where pages below it wait, and
+        for each page in all where there are more than `capacity`.
 
         Raises:
             ValueError: the page would be above itself, so these keys are no hashes of their parents.
@@ -127,12 +115,13 @@ class PageTree(Generic[V]):
         assert key not in self._nodes, "a page is added that is present"
         self._refuse_cycle(key, parent)
         need = len(self._nodes) + 1 - self._capacity
-        if need > self.evictable or (need > 1 and need > self.evictable - self._idle_chain(parent)):
+        if need > 1 and need > self._evictable_beside(parent):
             return None
         above = self._nodes.get(parent)
         evicted = self._evict(need, spare=above)
-        if above is not None and len(evicted) < need:
-            self._offer(above)
+        if len(evicted) < need:
+            if above is not None:
+                self._offer(above)
             return None
         self._insert(key, parent, value)
         return evicted
@@ -150,11 +139,8 @@ class PageTree(Generic[V]):
         return self._delete(node)
 
     def hold(self, key: bytes) -> None:
-        """Adds a user to a present page. Costs a step for each page above it that was not blocked yet."""
-        node = self._nodes[key]
-        node.holds += 1
-        if node.holds == 1:
-            self._block(node)
+        """Adds a user to a present page."""
+        self._nodes[key].holds += 1
 
     def release(self, key: bytes) -> None:
         """Takes a user away that `hold` added."""
@@ -234,13 +220,11 @@ class PageTree(Generic[V]):
                 assert (node.parent is not None) == present, "a page has no parent, or an absent one has"
                 children = _children(node)
                 assert all(c.present and c.parent is node for c in children), "a child has another parent"
-                assert node.blocks == (node.holds > 0) + sum(c.blocks > 0 for c in children), "blocks are off"
                 assert present or (children and not node.holds), "a placeholder is of no use"
-                assert not (present and not children and not node.blocks) or node.queued, "a leaf is lost"
+                assert not (present and not children and not node.holds) or node.queued, "a leaf is lost"
                 assert node.queued == (id(node) in queued), "a candidate is lost"
                 linked += len(children)
         assert linked == len(self._nodes), "a page is missing among its parent's children"
-        assert self._blocked == sum(n.blocks > 0 for n in self._nodes.values()), "the blocked count is off"
         assert all(self._nodes[k].holds for k in self._pins), "a pin does not hold"
         timed = {key for _, key in self._pins_due}
         assert all(until == math.inf or k in timed for k, until in self._pins.items()), "a pin never ends"
@@ -255,18 +239,20 @@ class PageTree(Generic[V]):
             node = self._nodes.get(above)
             above = node.parent.key if node and node.parent else None
 
-    def _idle_chain(self, key: bytes) -> int:
-        """How many pages from this one upward could be evicted, were there nothing below."""
-        count, node = 0, self._nodes.get(key)
-        while node is not None and node.present and not node.blocks:
-            count, node = count + 1, node.parent
-        return count
+    def _evictable_beside(self, parent: bytes) -> int:
+        """How many pages could be evicted, one after the other, for a new one below `parent`."""
+        kept: set[bytes] = set()
+        for node in (self._nodes.get(parent), *(n for n in self._nodes.values() if n.holds)):
+            while node is not None and node.present and node.key not in kept:
+                kept.add(node.key)
+                node = node.parent
+        return len(self._nodes) - len(kept)
 
     def _insert(self, key: bytes, parent: bytes, value: V) -> None:
-        node = self._absent.pop(key, None) or _Node[V](key)
+        node = self._absent.pop(key, None) or _Node(key)
         above = self._nodes.get(parent) or self._absent.get(parent)
         if above is None:
-            above = self._absent[parent] = _Node[V](parent)
+            above = self._absent[parent] = _Node(parent)
         self._stamp += 1
         node.value, node.parent, node.stamp, node.present = value, above, self._stamp, True
         node.prev, node.next = None, above.child
@@ -274,9 +260,6 @@ class PageTree(Generic[V]):
             above.child.prev = node
         above.child = node
         self._nodes[key] = node
-        if node.blocks:  # children that came before it
-            self._blocked += 1
-            self._block(above)
         self._offer(node)
 
     def _delete(self, node: _Node[V]) -> V:
@@ -291,9 +274,6 @@ class PageTree(Generic[V]):
             node.prev.next = node.next
         if node.next is not None:
             node.next.prev = node.prev
-        if node.blocks:
-            self._blocked -= 1
-            self._unblock(above)
         if node.child is not None:
             self._leave_placeholder(node)
         node.value = node.parent = node.prev = node.next = node.child = None
@@ -306,36 +286,18 @@ class PageTree(Generic[V]):
 
     def _leave_placeholder(self, node: _Node[V]) -> None:
         # A new object, since the heap may still have an entry of the old one.
-        stub = self._absent[node.key] = _Node[V](node.key)
-        stub.child, stub.blocks = node.child, node.blocks
+        stub = self._absent[node.key] = _Node(node.key)
+        stub.child = node.child
         for child in _children(stub):
             child.parent = stub
 
     def _release(self, node: _Node[V]) -> None:
         node.holds -= 1
-        if node.holds == 0:
-            self._unblock(node)
-
-    def _block(self, node: _Node[V] | None) -> None:
-        while node is not None:
-            node.blocks += 1
-            if node.blocks > 1 or not node.present:
-                return
-            self._blocked += 1
-            node = node.parent
-
-    def _unblock(self, node: _Node[V] | None) -> None:
-        while node is not None:
-            node.blocks -= 1
-            if node.blocks or not node.present:
-                return
-            self._blocked -= 1
-            self._offer(node)
-            node = node.parent
+        self._offer(node)
 
     def _offer(self, node: _Node[V]) -> None:
         """Makes a page a candidate for eviction if it is one and is not yet."""
-        if node.child is not None or node.blocks or node.queued:
+        if node.child is not None or node.holds or node.queued:
             return
         if len(self._candidates) > 2 * len(self._nodes) + _SLACK:  # removed pages
             self._candidates = [(n.stamp, n) for _, n in self._candidates if n.present]
@@ -353,7 +315,7 @@ class PageTree(Generic[V]):
                 continue
             heapq.heappop(self._candidates)
             node.queued = False
-            if node.present and node is not spare and node.child is None and not node.blocks:
+            if node.present and node is not spare and node.child is None and not node.holds:
                 evicted.append((node.key, self._delete(node)))
         self.evictions += len(evicted)
         return evicted
