@@ -9,7 +9,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,7 @@ _PASSES = 3
 
 @dataclass(frozen=True, kw_only=True)
 class MachineSpeeds:
-    """`pwrite_sync` flushes every block (fsync); `pread` reads into one buffer what the page cache has."""
+    """`pwrite_sync` flushes every block (fsync); `pread` reads what the page cache has into warm buffers."""
 
     memcpy: float
     pwrite: float
@@ -34,23 +34,23 @@ def measure(directory: Path, block_bytes: int, blocks: int) -> MachineSpeeds:
     with tempfile.TemporaryDirectory(prefix="jkv-bench-", dir=directory) as made:
         root = Path(made)
         plain = _speed(lambda: _write(root, data, blocks, sync=False), block_bytes * blocks)
+        buffers = [data.copy() for _ in range(blocks)]  # written once: no memory is touched first below
         return MachineSpeeds(
-            memcpy=_memcpy(data, blocks),
+            memcpy=_memcpy(data, buffers),
             pwrite=plain,
-            pread=_speed(lambda: _read(root, block_bytes, blocks), block_bytes * blocks),
+            pread=_speed(lambda: _read(root, buffers), block_bytes * blocks),
             pwrite_sync=_speed(lambda: _write(root, data, blocks, sync=True), block_bytes * blocks),
         )
 
 
-def _memcpy(data: np.ndarray, blocks: int) -> float:
-    sources = [data.copy() for _ in range(blocks)]
-    copies = [data.copy() for _ in range(blocks)]  # written once, so that no page is touched first below
+def _memcpy(data: np.ndarray, buffers: Sequence[np.ndarray]) -> float:
+    sources = [data.copy() for _ in buffers]
 
     def copy() -> None:
-        for source, into in zip(sources, copies, strict=True):
+        for source, into in zip(sources, buffers, strict=True):
             np.copyto(into, source)
 
-    return _speed(copy, data.nbytes * blocks)
+    return _speed(copy, data.nbytes * len(buffers))
 
 
 def _write(root: Path, data: np.ndarray, blocks: int, *, sync: bool) -> None:
@@ -69,14 +69,13 @@ def _write(root: Path, data: np.ndarray, blocks: int, *, sync: bool) -> None:
             os.close(file)
 
 
-def _read(root: Path, block_bytes: int, blocks: int) -> None:
-    buffer = memoryview(bytearray(block_bytes))
-    for number in range(blocks):
+def _read(root: Path, buffers: Sequence[np.ndarray]) -> None:
+    for number, buffer in enumerate(buffers):
         file = os.open(root / str(number), os.O_RDONLY)
         try:
             done = 0
-            while done < block_bytes:
-                done += os.preadv(file, [buffer[done:]], done)
+            while done < buffer.nbytes:
+                done += os.preadv(file, [buffer.data[done:]], done)
         finally:
             os.close(file)
 

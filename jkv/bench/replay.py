@@ -30,6 +30,7 @@ from jkv.engine.scheduler import Limits, Scheduler
 from jkv.engine.sequence import Sequence
 
 PAGE_SIZE = 2  # a page of one token would be lost to the last token of a prompt, which is always computed
+_STEP_PAGES = 8
 _NOTHING = np.zeros(1, np.uint8)
 _SAMPLING = SamplingParams(max_tokens=1)
 
@@ -37,7 +38,7 @@ _SAMPLING = SamplingParams(max_tokens=1)
 class NullStore:
     """An L3 that answers at once and keeps nothing: a page costs one byte of capacity."""
 
-    page_cost, overhead_bytes = 1, 0
+    owner, page_cost, overhead_bytes = "null", 1, 0
 
     def read(
         self, page: StoredPage, info: PageInfo, done: Callable[[ReadOutcome], None]
@@ -54,7 +55,7 @@ class NullStore:
         if done is not None:
             done(True)
 
-    def quarantine(self, page: StoredPage) -> None:
+    def quarantine(self, page: StoredPage, done: Callable[[bool], None] | None = None) -> None:
         pass
 
     def save_recency(self, keys: Iterable[bytes]) -> None:
@@ -79,7 +80,7 @@ class Replay:
         self._pool = L1Pool(l1, PAGE_SIZE)
         self._posted: deque[Callable[[], None]] = deque()
         self._lower = self._tiers(l2, l3) if l2 else LowerTiers.none(self._pool)
-        limits = Limits(max_num_seqs=1, max_batched_tokens=l1 * PAGE_SIZE, max_mixed_tokens=1)
+        limits = Limits(max_num_seqs=1, max_batched_tokens=_STEP_PAGES * PAGE_SIZE, max_mixed_tokens=1)
         self._scheduler = Scheduler(self._pool, limits, self._lower)
         self._root = request_root(b"trace")
         self._numbers = itertools.count()

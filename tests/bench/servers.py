@@ -133,7 +133,11 @@ class _CacheServicer(jkv_pb2_grpc.CacheServicer):
     def Stats(self, request: jkv_pb2.CacheStatsRequest, context: grpc.ServicerContext) -> Any:
         tiers = [
             jkv_pb2.TierStats(
-                tier=tier, pages=len(held), bytes=len(held) * PAGE_BYTES, pages_capacity=PAGES_CAPACITY
+                tier=tier,
+                pages=len(held),
+                bytes=len(held) * PAGE_BYTES,
+                pages_capacity=PAGES_CAPACITY,
+                read_bytes_per_s=5e9,
             )
             for tier, held in self._tiers.items()
         ]

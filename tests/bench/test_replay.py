@@ -28,6 +28,26 @@ def test_pages_come_from_the_nearest_tier() -> None:
     replay.check()
 
 
+@pytest.mark.parametrize("l2", [40_000, 1000])
+def test_a_prefix_of_millions_of_tokens_is_found_in_every_tier(l2: int) -> None:
+    blocks = 15_625  # a million tokens in pages of 64
+    prompts = [request(*range(first, first + blocks), tail=9) for first in range(0, 4_000_000, 1_000_000)]
+    replay = Replay(l1=blocks + 10, l2=l2, l3=4 * blocks)
+    first, second, *others = prompts
+    assert replay.serve(first) == {}
+    assert replay.serve(first) == {Tier.L1: 512 * blocks}
+    replay.serve(second)
+    again = replay.serve(first)
+    assert sum(again.values()) == 512 * blocks
+    assert again[Tier.L2 if l2 > blocks else Tier.L3] > 512 * 15_000
+    for other in others:
+        replay.serve(other)
+    last = replay.serve(second)
+    assert sum(last.values()) == 512 * blocks
+    assert last[Tier.L3] > 512 * 14_000
+    replay.check()
+
+
 def test_a_prompt_of_full_blocks_is_a_hit_to_its_end() -> None:
     replay = Replay(l1=4, l2=0, l3=0)
     replay.serve(request(1, 2))
