@@ -1,0 +1,86 @@
+"""The router's one configuration object, read once at the top of the process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jkv import flags
+from jkv.cluster_config import ClusterConfig, parse_addresses
+from jkv.errors import ConfigError
+from jkv.flags import flag
+
+POLICIES = ("cache-aware", "least-loaded", "round-robin", "random")
+_LEVELS = ("debug", "info", "warning", "error")
+_ROUTING, _SERVER = "routing", "server"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig(ClusterConfig):
+    """Everything `python -m jkv.router` can be told.
+
+    Raises:
+        ConfigError: a value out of its range, or values that contradict each other.
+    """
+
+    engines: str | None = flag(
+        group="cluster",
+        metavar="HOST:PORT,...",
+        default_text="those in etcd",
+        help="a fixed set of engines, instead of etcd",
+    )
+
+    policy: str = flag(
+        "cache-aware",
+        group=_ROUTING,
+        choices=POLICIES,
+        help="which engine a request goes to: that of the soonest first token, or one of three to compare with",
+    )
+    max_in_flight: int = flag(
+        4096, group=_ROUTING, minimum=1, help="requests at a time; one more is refused as overload"
+    )
+    suspect_after: float = flag(
+        3.0,
+        group=_ROUTING,
+        metavar="SECONDS",
+        minimum=0.1,
+        help="an engine that is silent for this long gets no new requests; after twice that its requests go on "
+        "elsewhere",
+    )
+
+    host: str = flag("127.0.0.1", group=_SERVER, help="address to listen on; 0.0.0.0 for all of IPv4")
+    grpc_port: int = flag(
+        50050, group=_SERVER, metavar="PORT", minimum=0, maximum=65535, help="gRPC port; 0 picks a free one"
+    )
+    drain_timeout: float = flag(
+        30.0,
+        group=_SERVER,
+        metavar="SECONDS",
+        minimum=0,
+        help="how long running requests may go on after SIGTERM before they are cancelled",
+    )
+    log_level: str = flag("info", group=_SERVER, choices=_LEVELS, help="least severe messages to log")
+
+    def __post_init__(self) -> None:
+        flags.check(self)
+        self.check_cluster()
+        if (self.etcd is None) == (self.engines is None):
+            raise ConfigError("give either --etcd HOST:PORT, or --engines HOST:PORT,... for a fixed set")
+        _ = self.engine_addresses
+        if not self.host.strip():
+            raise ConfigError(f"--host {self.host!r}: must not be empty")
+
+    @property
+    def engine_addresses(self) -> tuple[str, ...]:
+        """Empty where etcd says them."""
+        return () if self.engines is None else parse_addresses("engines", self.engines)
+
+
+def parse_config(argv: Sequence[str] | None = None) -> RouterConfig:
+    """The configuration of `python -m jkv.router`; see `jkv.flags.parse` for what it raises."""
+    return flags.parse(
+        RouterConfig,
+        argv,
+        prog="python -m jkv.router",
+        description="Route requests to the engine of a cluster that answers soonest.",
+    )
