@@ -1,4 +1,4 @@
-"""The flags that say which cluster a process belongs to, and how to reach its etcd: of engines and routers."""
+"""The flags that say which cluster an engine or a router belongs to, and how to reach its etcd."""
 
 from __future__ import annotations
 

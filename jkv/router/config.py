@@ -34,7 +34,7 @@ class RouterConfig(ClusterConfig):
         "cache-aware",
         group=_ROUTING,
         choices=POLICIES,
-        help="which engine a request goes to: that of the soonest first token, or one of three to compare with",
+        help="which engine a request goes to: the one that is expected to answer soonest, or others, to compare",
     )
     max_in_flight: int = flag(
         4096, group=_ROUTING, minimum=1, help="requests at a time; one more is refused as overload"
@@ -44,7 +44,7 @@ class RouterConfig(ClusterConfig):
         group=_ROUTING,
         metavar="SECONDS",
         minimum=0.1,
-        help="an engine that is silent for this long gets no new requests; after twice that its requests go on "
+        help="an engine that is silent for this long gets no new requests; after twice that, those it has go on "
         "elsewhere",
     )
 
