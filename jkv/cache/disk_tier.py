@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jkv.cache.events import ChangeLog
-from jkv.cache.l3.listing import Listing, StalePage
+from jkv.cache.l3.listing import Listing
 from jkv.cache.l3.names import StoredPage
 from jkv.cache.l3.reasons import Reason
 from jkv.cache.l3.store import ReadOutcome, WriteOutcome
@@ -63,13 +63,15 @@ class HostPages(Protocol):
 @dataclass(slots=True, eq=False)
 class _Own:
     stored: StoredPage | None  # None while it is being written
+    below: StoredPage | None = None  # an older file of this name, which could not be deleted
 
 
 class DiskTier:
     """Pages that this engine wrote, as many as `capacity_bytes` hold on disk, and those of others to read.
 
     A page counts from the moment its write starts; it is found once the write has been published. Pages of
-    other models under the same owner, and pages that could not be deleted, only take room and go first.
+    other models under the same owner only take room and go first; pages that could not be deleted take room
+    until they can.
     `post` has a function called on the engine's thread; `changes` is told what can be read from now on, or no
     more.
     """
@@ -91,6 +93,8 @@ class DiskTier:
         self._when_deleted: list[Callable[[], None]] = []
         self._budget = max(0, capacity_bytes - store.overhead_bytes)
         self._stale = deque(listing.stale)
+        self._undeleted: dict[bytes, StoredPage] = {}
+        self._trying: StoredPage | None = None  # to delete one of them again
         self._stale_bytes = sum(page.cost for page in self._stale)
         self.tree: PageTree[_Own] = PageTree(0)
         self._foreign: dict[bytes, StoredPage] = {}
@@ -111,7 +115,7 @@ class DiskTier:
     @property
     def bytes(self) -> int:
         """What this engine's pages take on disk, those of other models included."""
-        return len(self.tree) * self.store.page_cost + self._stale_bytes
+        return (len(self.tree) + len(self._undeleted)) * self.store.page_cost + self._stale_bytes
 
     @property
     def foreign(self) -> int:
@@ -147,11 +151,15 @@ class DiskTier:
         """Makes room for a page about to be written; False where there is none."""
         if info.key in self.tree:
             return False
+        below = self._undeleted.pop(info.key, None)
+        self._resize()
         while self._stale and len(self.tree) >= self.tree.capacity:
             self._drop_stale()
             self._resize()
-        evicted = self.tree.add(info.key, info.parent, _Own(None))
+        self._try_again_to_delete()
+        evicted = self.tree.add(info.key, info.parent, _Own(None, below))
         if evicted is None:
+            self._keep_undeleted(below)
             return False
         self.tree.hold(info.key)
         self._deleted_from_tree(own for _, own in evicted)
@@ -163,11 +171,13 @@ class DiskTier:
         assert own is not None
         self.tree.release(info.key)
         if outcome.reason is None:
-            own.stored = outcome.page
+            own.stored, own.below = outcome.page, None
             self._report(info.key)
-            return True
+            self._resize()  # what was there could not be deleted meanwhile
+            return info.key in self.tree
         self.errors[f"write_{outcome.reason.value}"] += 1
         self.tree.remove(info.key)
+        self._keep_undeleted(own.below)
         return False
 
     def unreadable(self, page: StoredPage, reason: Reason) -> None:
@@ -256,9 +266,20 @@ class DiskTier:
 
     def _deleted(self, page: StoredPage, freed: bool) -> None:
         self._deleting -= 1
-        if not freed:
-            self._keep_stale(StalePage(page, self.store.page_cost))
+        if page == self._trying:
+            self._trying = None
+            self._undeleted.pop(page.key, None)
+        own = self.tree.get(page.key)
+        if own is None:
+            self._keep_undeleted(None if freed else page)
+        elif own.stored is None:
+            own.below = None if freed else page
         self._settle()
+
+    def _keep_undeleted(self, page: StoredPage | None) -> None:
+        if page is not None:
+            self._undeleted[page.key] = page
+        self._resize()
 
     def _settle(self) -> None:
         if not self._deleting:
@@ -266,18 +287,22 @@ class DiskTier:
             for done in waiting:
                 done()
 
-    def _keep_stale(self, page: StalePage) -> None:
-        self._stale.append(page)
-        self._stale_bytes += page.cost
-        self._resize()
-
     def _drop_stale(self) -> None:
         page = self._stale.popleft()
         self._stale_bytes -= page.cost
         self._delete(page.page)
 
+    def _try_again_to_delete(self) -> None:
+        """One page at a time. Its room counts as taken until it is gone, or a store that deletes nothing
+        would grow without end.
+        """
+        if self._undeleted and self._trying is None:
+            self._trying = next(iter(self._undeleted.values()))
+            self._delete(self._trying)
+
     def _resize(self) -> None:
-        self.tree.capacity = max(0, self._budget - self._stale_bytes) // self.store.page_cost
+        pages = max(0, self._budget - self._stale_bytes) // self.store.page_cost
+        self.tree.capacity = max(0, pages - len(self._undeleted))
         self._deleted_from_tree(own for _, own in self.tree.evict(len(self.tree) - self.tree.capacity))
 
 

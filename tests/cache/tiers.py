@@ -64,6 +64,8 @@ class FakeStore:
         self, page: StoredPage, info: PageInfo, done: Callable[[ReadOutcome], None]
     ) -> Callable[[], None]:
         def answer(reason: Reason | None) -> None:
+            if reason is Reason.MISSING:
+                self.objects.pop(page.name, None)
             known, data = self.objects.get(page.name, (None, None))
             reason = reason or (Reason.MISSING if known is None else None)
             reason = reason or (Reason.MISMATCH if known != info else None)
@@ -225,8 +227,7 @@ class Rig:
         """Raises AssertionError where bookkeeping contradicts itself or the store, or a bound is broken."""
         self.lower.check()
         assert len(self.host.tree) <= self.host.tree.capacity
-        assert len(self.disk.tree) <= self.disk.tree.capacity
-        assert self.disk.bytes <= self.disk.capacity_bytes
+        assert len(self.disk) <= self.disk.capacity + self.lower._writing
 
     def check_at_rest(self) -> None:
         """After every load has ended and every outcome was delivered: nothing is held, nothing is astray."""
@@ -237,8 +238,11 @@ class Rig:
         if not self.host.keep:
             assert not self.host.pages()
         kept = {page.name for page in self.disk.own_pages()}
-        assert kept == {name for name in self.store.objects if name.startswith(OWNER)}
-        assert len(kept) == len(self.disk)
+        assert len(kept) == len(self.disk) <= self.disk.capacity
+        undeleted = {page.name for page in self.disk._undeleted.values()}
+        stored = {name for name in self.store.objects if name.startswith(OWNER)}
+        assert kept <= stored, "a page that is gone would be read"
+        assert stored <= kept | undeleted, "the disk is fuller than is known"
 
 
 def rig(

@@ -1,0 +1,167 @@
+"""Any order of requests, answers, failures and admin calls: what is served is right, bounds hold, nothing
+stays behind.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jkv.cache.l3.reasons import Reason
+from jkv.cache.load import Load, PageState
+from jkv.cache.lower import Offer
+from jkv.cache.pages import PageInfo
+from jkv.errors import FailedPreconditionError
+from tests.cache.tiers import Rig, content, prompt, rig
+
+_READ_ENDS = (None, None, None, Reason.IO, Reason.CORRUPT, Reason.MISSING, Reason.SIZE)
+_WRITE_ENDS = (None, None, None, Reason.IO, Reason.NO_SPACE, Reason.BUDGET, Reason.READ_ONLY)
+
+
+class Storm:
+    """Does one random thing after another and remembers what must come of it."""
+
+    def __init__(self, r: Rig, rng: random.Random) -> None:
+        self.r, self.rng = r, rng
+        self.loads: dict[Load, int] = {}  # and how many pages were taken
+        self.drains = self.drained = 0
+
+    def step(self) -> None:
+        actions = (
+            *(self.offer,) * 4,
+            *(self.begin,) * 3,
+            *(self.advance,) * 6,
+            *(self.answer,) * 8,
+            *(self.r.deliver,) * 3,
+            self.end,
+            self.tick,
+            self.pin,
+            self.unpin,
+            self.drain,
+            self.drop_host,
+            self.remove,
+            self.lose,
+            self.leave_l1,
+        )
+        self.rng.choice(actions)()
+        self.r.check()
+
+    def finish(self) -> None:
+        while self.loads:
+            self.end()
+        self.r.settle()
+        self.r.lower.unpin([info for family in range(6) for info in prompt(family, 12)])
+        assert self.drained == self.drains, "a drain never ends"
+        self.r.check_at_rest()
+
+    def infos(self) -> list[PageInfo]:
+        return prompt(self.rng.randrange(6), self.rng.randint(1, 12), self.rng.choice(("", "salt")))
+
+    def offer(self) -> None:
+        infos = self.infos()
+        start = self.rng.randrange(len(infos))
+        self.r.offer(infos[start:], used=self.rng.random() < 0.5, prompt_tokens=self.rng.choice((1, 1000)))
+
+    def begin(self) -> None:
+        load = self.r.begin(self.infos())
+        if load is not None:
+            self.loads[load] = 0
+
+    def advance(self) -> None:
+        if not self.loads:
+            return
+        load = self.rng.choice(list(self.loads))
+        if self.rng.random() < 0.5 and not self.r.lower.settled(load):
+            return
+        tiers, state = self.r.bring(load, self.loads[load])
+        self.loads[load] += len(tiers)
+        if state is PageState.ABSENT:
+            self.r.lower.end(load)
+            del self.loads[load]
+
+    def end(self) -> None:
+        if self.loads:
+            load = self.rng.choice(list(self.loads))
+            del self.loads[load]
+            self.r.lower.end(load)
+
+    def answer(self) -> None:
+        ready = self.r.store.ready()
+        if ready:
+            operation = self.rng.choice(ready)
+            ends = {"read": _READ_ENDS, "write": _WRITE_ENDS, "delete": (None, None, Reason.IO)}
+            self.r.store.finish(operation, self.rng.choice(ends[operation.kind]))
+
+    def tick(self) -> None:
+        self.r.clock.now += self.rng.choice((0.01, 0.5, 2.0, 100.0))
+        self.r.lower.expire_pins()
+
+    def pin(self) -> None:
+        infos = self.infos()[:4]
+        until = self.rng.choice((self.r.clock.now + 1.0, math.inf))
+        try:
+            self.r.lower.pin(infos[: sum(self.r.lower.longest(infos).values())], until)
+        except FailedPreconditionError:
+            return
+
+    def unpin(self) -> None:
+        self.r.lower.unpin(self.infos())
+
+    def drain(self) -> None:
+        def done() -> None:
+            self.drained += 1
+
+        self.drains += 1
+        self.r.lower.when_drained(done)
+
+    def drop_host(self) -> None:
+        self.r.lower.drop_host(stored_only=self.rng.random() < 0.5)
+
+    def remove(self) -> None:
+        for info in self.infos()[-2:]:
+            self.r.disk.remove(info.key)
+
+    def lose(self) -> None:
+        """A step fails, and some copies with it."""
+        lost = {info.key for info in self.infos()[-2:]}
+        self.r.lower.drop_unusable(lambda payload: payload[:16].tobytes() not in lost)
+
+    def leave_l1(self) -> None:
+        """What write-back does with pages that L1 gives up, leaves first."""
+        self.r.lower.leaving += [Offer(0, info, 0, used=True) for info in reversed(self.infos())]
+        for offer in self.r.lower.take_leaving():
+            self.r.lower.saved(offer, content(offer.info))
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"keep": False},
+    {"write": "write-back"},
+    {"write": "write-back", "keep": False},
+    {"write": "write-through-selective", "l3_min_tokens": 100},
+    {"l3_admission": "second-use", "load": "auto"},
+]
+
+
+@pytest.mark.parametrize("policy", SETTINGS, ids=str)
+@settings(deadline=None, max_examples=60)
+@given(
+    seed=st.integers(0, 2**32),
+    l2=st.integers(1, 12),
+    l3=st.integers(0, 20),
+    steps=st.integers(1, 250),
+)
+def test_any_order_of_things(policy: dict[str, Any], seed: int, l2: int, l3: int, steps: int) -> None:
+    own, foreign = prompt(1, 5), prompt(2, 4)
+    storm = Storm(
+        rig(l2=l2, l3=l3, own=own[: l3 // 2], foreign=foreign, load_timeout_s=1.0, **policy),
+        random.Random(seed),
+    )
+    for _ in range(steps):
+        storm.step()
+    storm.finish()
