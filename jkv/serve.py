@@ -14,6 +14,7 @@ from jkv.api.grpc_server import GrpcServer
 from jkv.api.listening import join_address
 from jkv.api.prompt import Backend
 from jkv.cache.control import CacheControl
+from jkv.cache.replica import Replica
 from jkv.config import GIB, ServeConfig, parse_config
 from jkv.engine.host_memory import keep_freed_memory
 from jkv.engine.request import Generator
@@ -35,6 +36,8 @@ class RunningEngine(Generator, Protocol):
 
     @property
     def cache(self) -> CacheControl: ...
+    @property
+    def replica(self) -> Replica: ...
 
     async def drain(self, timeout: float) -> None:
         """Refuse new requests, end once the running ones are done; cancel them after `timeout` seconds."""
@@ -104,6 +107,7 @@ async def serve(config: ServeConfig, build: Build) -> None:
         Backend(
             generator=built.engine,
             cache=built.engine.cache,
+            replica=built.engine.replica,
             served_name=built.served_name,
             tokenizer=built.tokenizer,
             chat_template=built.chat_template,

@@ -26,7 +26,7 @@ from jkv import serve
 from jkv.config import parse_config
 from jkv.engine.request import CachedByTier, FinishReason, TokenOutput
 from jkv.errors import UnsupportedModelError
-from tests.api.doubles import INFO, ScriptedCache, byte_tokenizer
+from tests.api.doubles import INFO, ScriptedCache, ScriptedReplica, byte_tokenizer
 
 loading, pace = float(sys.argv[1]), float(sys.argv[2])
 
@@ -35,6 +35,7 @@ class Engine:
     def __init__(self):
         self.running, self.cancelled = 0, asyncio.Event()
         self.cache = ScriptedCache()
+        self.replica = ScriptedReplica()
     async def ended(self):
         await asyncio.Event().wait()
 

@@ -9,10 +9,11 @@ from jkv.api import jkv_pb2 as pb
 from jkv.api.cache_servicer import CacheServicer
 from jkv.api.listening import Listener
 from jkv.api.prompt import Backend
+from jkv.api.replica_servicer import ReplicaServicer
 from jkv.api.servicer import GenerationServicer
 from jkv.api.serving import Serving
 
-_GENERATION, _CACHE = "Generation", "Cache"
+_GENERATION, _CACHE, _REPLICA = "Generation", "Cache", "Replica"
 SERVICE, CACHE_SERVICE = (pb.DESCRIPTOR.services_by_name[name].full_name for name in (_GENERATION, _CACHE))
 # How long finished streams may take to reach their clients, after the engine has drained.
 _DELIVERY_SECONDS = 5.0
@@ -27,6 +28,7 @@ class GrpcServer:
         self._generation = GenerationServicer(self._serving)
         self._listener.add(_GENERATION, self._generation)
         self._listener.add(_CACHE, CacheServicer(self._serving))
+        self._listener.add(_REPLICA, ReplicaServicer(self._serving))
 
     async def start(self, host: str, port: int) -> int:
         """See `Listener.start`."""

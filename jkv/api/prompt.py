@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from jkv.api import jkv_pb2 as pb
 from jkv.api.validate import PromptRequest, check_input
 from jkv.cache.control import CacheControl
+from jkv.cache.replica import Replica
 from jkv.engine.request import Generator
 from jkv.errors import InvalidRequestError
 from jkv.text.chat import ChatTemplate, Message
@@ -19,6 +20,7 @@ class Backend:
 
     generator: Generator
     cache: CacheControl
+    replica: Replica
     served_name: str
     tokenizer: Tokenizer | None = None
     chat_template: ChatTemplate | None = None

@@ -84,6 +84,12 @@ class L1Pool:
         page = self._index.get(info.key)
         return None if page is None or self._pages[page].info != info else page
 
+    def get(self, key: bytes) -> tuple[int, PageInfo] | None:
+        """The cached page of this key, whatever prompt it is asked for."""
+        page = self._index.get(key)
+        info = None if page is None else self._pages[page].info
+        return None if page is None or info is None else (page, info)
+
     def acquire(self, page: int) -> None:
         """Adds a user to a page that `find` returned; it cannot be evicted until released."""
         state = self._pages[page]

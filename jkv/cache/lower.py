@@ -156,6 +156,12 @@ class LowerTiers:
         return self.host.tree.capacity == 0
 
     @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """Those that are on, L1 among them."""
+        on = {Tier.L1: True, Tier.L2: self.host.keep, Tier.L3: self.disk is not None}
+        return tuple(tier for tier in Tier if on[tier])
+
+    @property
     def pending_writes(self) -> int:
         """Pages that are yet to be published in L3."""
         return len(self._unwritten)

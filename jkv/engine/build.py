@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from jkv.cache.events import ChangeLog
 from jkv.cache.keys import ModelIdentity
 from jkv.cache.l1 import L1Pool
 from jkv.cache.l3.format import StoreIdentity
@@ -20,6 +21,7 @@ from jkv.config import GIB, ServeConfig
 from jkv.engine.engine import Engine
 from jkv.engine.loop import EngineLoop, Inbox
 from jkv.engine.programs import Program, ProgramPlan, programs, table_width
+from jkv.engine.replica import EngineReplica
 from jkv.engine.request import EngineInfo
 from jkv.engine.runner import Runner
 from jkv.engine.scheduler import Limits, Scheduler
@@ -119,7 +121,13 @@ def build_from_checkpoint(
     )
     runner = Runner(plan, params, compiled, config.seed)
     runner.warm_up()
-    loop = _build_loop(config, runner, identity, frozenset(model.eos_token_ids))
+    pages = StoreIdentity(
+        model_root=identity.root(),
+        kv_dtype=kv_dtype,
+        page_shape=plan.pool.page_shape,
+        page_bytes=runner.page_bytes,
+        page_size=config.page_size,
+    )
     info = EngineInfo(
         model=name,
         vocab_size=model.vocab_size,
@@ -128,25 +136,21 @@ def build_from_checkpoint(
         l1_pages=plan.pool.pages,
         eos_token_ids=frozenset(model.eos_token_ids),
     )
-    engine = Engine(info, loop, runner.page_bytes)
+    changes = ChangeLog()
+    loop = _build_loop(config, runner, pages, changes, info.eos_token_ids)
+    replica = EngineReplica(loop, changes, runner, pages, instance_id=config.instance_id, model=name)
+    engine = Engine(info, loop, replica)
     engine.start()
     return engine
 
 
 def _build_loop(
-    config: ServeConfig, runner: Runner, identity: ModelIdentity, eos: frozenset[int]
+    config: ServeConfig, runner: Runner, identity: StoreIdentity, changes: ChangeLog, eos: frozenset[int]
 ) -> EngineLoop:
     """The engine's thread with its scheduler and tiers, not started."""
     plan, inbox = runner.plan, Inbox()
-    store_identity = StoreIdentity(
-        model_root=identity.root(),
-        kv_dtype=identity.kv_dtype,
-        page_shape=plan.pool.page_shape,
-        page_bytes=runner.page_bytes,
-        page_size=config.page_size,
-    )
-    pool = L1Pool(plan.pool.pages, config.page_size)
-    lower = build_lower(config, pool, runner, store_identity, inbox.put)
+    pool = L1Pool(plan.pool.pages, config.page_size, changes)
+    lower = build_lower(config, pool, runner, identity, inbox.put, changes)
     limits = Limits(
         max_num_seqs=plan.max_num_seqs,
         max_batched_tokens=plan.max_batched_tokens,
@@ -156,7 +160,7 @@ def _build_loop(
         Scheduler(pool, limits, lower),
         runner,
         inbox,
-        model_root=identity.root(),
+        model_root=identity.model_root,
         eos=eos,
         max_queue=config.max_queue,
         write_out_s=config.drain_timeout,

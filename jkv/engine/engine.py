@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator
 from jkv.engine.cache_admin import CacheAdmin
 from jkv.engine.cache_control import EngineCache
 from jkv.engine.loop import EngineLoop
+from jkv.engine.replica import EngineReplica
 from jkv.engine.request import EngineInfo, EngineRequest, TokenOutput
 from jkv.engine.stats import EngineStats
 from jkv.errors import InvalidRequestError
@@ -21,9 +22,9 @@ _POLL_S = 0.05
 class Engine:
     """Implements `jkv.engine.request.Generator`. Safe to use from several event loops."""
 
-    def __init__(self, info: EngineInfo, loop: EngineLoop, page_bytes: int) -> None:
-        self._info, self._loop = info, loop
-        admin = CacheAdmin(loop.scheduler, loop.transfers, page_bytes)
+    def __init__(self, info: EngineInfo, loop: EngineLoop, replica: EngineReplica) -> None:
+        self._info, self._loop, self._replica = info, loop, replica
+        admin = CacheAdmin(loop.scheduler, loop.transfers, replica.page_bytes)
         self._cache = EngineCache(loop, admin, info.page_size)
 
     @property
@@ -33,6 +34,10 @@ class Engine:
     @property
     def cache(self) -> EngineCache:
         return self._cache
+
+    @property
+    def replica(self) -> EngineReplica:
+        return self._replica
 
     @property
     def stats(self) -> EngineStats:

@@ -53,7 +53,8 @@ class EngineLoop:
     """Runs steps while there is work, one step ahead of reading their tokens.
 
     `submit`, `abort`, `call`, `stats` and `stop` may be called from any thread; everything else belongs to
-    the loop's own. `inbox` holds what other threads want done on it.
+    the loop's own. `inbox` holds what other threads want done on it; `after_turn` is called whenever
+    something may have changed.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class EngineLoop:
     ) -> None:
         self.scheduler, self.transfers, self.model_root = scheduler, Transfers(scheduler, runner), model_root
         self._runner, self._inbox = runner, inbox
+        self.after_turn: Callable[[], None] = lambda: None
         self._eos, self._max_queue, self._write_out_s = eos, max_queue, write_out_s
         self._tickets: dict[Sequence, Ticket] = {}
         self._arrivals = itertools.count()
@@ -141,6 +143,12 @@ class EngineLoop:
         with self._lock:
             return self._alive
 
+    @property
+    def open(self) -> bool:
+        """Whether it takes new requests."""
+        with self._lock:
+            return self._open
+
     def close(self) -> None:
         """Takes no new requests; those submitted go on."""
         with self._lock:
@@ -202,6 +210,7 @@ class EngineLoop:
         self._stalled = not chunks and pending is None and not moved
         self._note_step(chunks)
         self._snapshot()
+        self.after_turn()
         if line := self._report.observe(self._stats, time.monotonic()):
             _log.info(line)
         return following
@@ -305,15 +314,20 @@ class EngineLoop:
         """Puts into L3 what is yet to be written, for as long as is allowed, and ends it."""
         lower = self.scheduler.lower
         if lower.disk is not None:
-            if lower.policy.write == "write-back":
-                self.transfers.demote()
-            lower.flush_dirty()
             deadline = time.monotonic() + self._write_out_s
-            while lower.pending_writes and time.monotonic() < deadline:
-                self._take_inbox(block=True, timeout=_STALL_S)
+            lower.flush_dirty()
+            self._await_writes(deadline)
+            while lower.policy.write == "write-back" and time.monotonic() < deadline:
+                if not self.transfers.write_down():
+                    break
+                self._await_writes(deadline)
             if lower.pending_writes:
                 _log.warning("%d pages were not written to L3 in time", lower.pending_writes)
         lower.close()
+
+    def _await_writes(self, deadline: float) -> None:
+        while self.scheduler.lower.pending_writes and time.monotonic() < deadline:
+            self._take_inbox(block=True, timeout=_STALL_S)
 
     def _check_now_and_then(self) -> None:
         now = time.monotonic()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jkv.cache.disk_tier import DiskTier
+from jkv.cache.events import ChangeLog
 from jkv.cache.gate import CostGate
 from jkv.cache.host_tier import HostTier
 from jkv.cache.l1 import L1Pool
@@ -47,7 +48,12 @@ def host_pages(config: ServeConfig, page_bytes: int) -> int:
 
 
 def build_lower(
-    config: ServeConfig, pool: L1Pool, runner: Runner, identity: StoreIdentity, post: Post
+    config: ServeConfig,
+    pool: L1Pool,
+    runner: Runner,
+    identity: StoreIdentity,
+    post: Post,
+    changes: ChangeLog,
 ) -> LowerTiers:
     """L2 and L3 as the flags ask.
 
@@ -56,8 +62,8 @@ def build_lower(
     """
     return LowerTiers(
         pool,
-        HostTier(host_pages(config, runner.page_bytes), keep=config.l2_bytes > 0),
-        None if config.l3_dir is None else _open_disk(config, config.l3_dir, runner, identity, post),
+        HostTier(host_pages(config, runner.page_bytes), keep=config.l2_bytes > 0, changes=changes),
+        None if config.l3_dir is None else _open_disk(config, config.l3_dir, runner, identity, post, changes),
         gate=CostGate(page_size=config.page_size, clock=time.monotonic),
         policy=Policy(
             write=config.write_policy,
@@ -71,7 +77,12 @@ def build_lower(
 
 
 def _open_disk(
-    config: ServeConfig, location: str, runner: Runner, identity: StoreIdentity, post: Post
+    config: ServeConfig,
+    location: str,
+    runner: Runner,
+    identity: StoreIdentity,
+    post: Post,
+    changes: ChangeLog,
 ) -> DiskTier:
     started = time.monotonic()
     options = StoreOptions(
@@ -83,7 +94,7 @@ def _open_disk(
     )
     store = PageStore.open(options, identity)
     try:
-        disk = DiskTier(store, store.list(), config.l3_bytes, runner, post)
+        disk = DiskTier(store, store.list(), config.l3_bytes, runner, post, changes)
         _check_room(config, location, disk)
     except BaseException:
         store.close()
@@ -111,6 +122,6 @@ def _check_room(config: ServeConfig, location: str, disk: DiskTier) -> None:
     available = shutil.disk_usage(directory).free + disk.bytes
     if config.l3_bytes > available:
         raise ConfigError(
-            f"--l3-gib {config.l3_gib:g}: {config.l3_bytes} bytes; {available} bytes available in {location}, "
-            "with what this server already has there"
+            f"--l3-gib {config.l3_gib:g}: {config.l3_bytes} bytes; {available} bytes available in "
+            f"{location}, with what this server already has there"
         )

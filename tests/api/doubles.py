@@ -11,6 +11,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from jkv.cache.control import CacheStats, Prefix, TierStats
 from jkv.cache.pages import Tier
+from jkv.cache.replica import Digest, ReplicaDescription, ReplicaEvent, TierDigest
 from jkv.engine.request import CachedByTier, EngineInfo, EngineRequest, FinishReason, TokenOutput
 from jkv.text.parts import TokenizerParts
 from jkv.text.tokenizer import Tokenizer
@@ -120,6 +121,35 @@ STATS = CacheStats(
     gated_loads=5,
     late_loads=6,
 )
+
+
+class ScriptedReplica:
+    """A `Replica` with two pages in L1 and the events and digest that a test gives it."""
+
+    incarnation = "first"
+
+    def __init__(self) -> None:
+        self.description = ReplicaDescription(
+            id="engine", model="bytes", model_root=b"r" * 16, page_size=8, page_bytes=64, tiers=(Tier.L1,)
+        )
+        self.events: list[ReplicaEvent] = []
+        self.pages: list[bytes] = []
+        self.asked: list[Any] = []
+
+    async def watch(self, incarnation: str, after: int) -> AsyncGenerator[ReplicaEvent, None]:
+        self.asked.append((incarnation, after))
+        for event in self.events:
+            yield event
+
+    async def fetch(self, model_root: bytes, keys: Sequence[bytes]) -> AsyncGenerator[bytes, None]:
+        self.asked.append((model_root, list(keys)))
+        for page in self.pages:
+            yield page
+
+    async def digest(self) -> Digest:
+        return Digest(
+            incarnation=self.incarnation, number=7, tiers={Tier.L1: TierDigest(pages=2, checksum=5)}
+        )
 
 
 class ScriptedCache:

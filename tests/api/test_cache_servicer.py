@@ -21,7 +21,7 @@ from jkv.cache.control import Prefix
 from jkv.cache.pages import Tier
 from jkv.errors import FailedPreconditionError, InvalidRequestError
 from jkv.text.chat import ChatTemplate
-from tests.api.doubles import INFO, ScriptedCache, ScriptedGenerator, byte_tokenizer
+from tests.api.doubles import INFO, ScriptedCache, ScriptedGenerator, ScriptedReplica, byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
 PAGE = "x" * INFO.page_size
@@ -47,6 +47,7 @@ async def _service(*, host: str = "127.0.0.1", ready: bool = True) -> AsyncItera
             Backend(
                 generator=ScriptedGenerator(),
                 cache=cache,
+                replica=ScriptedReplica(),
                 served_name="bytes",
                 tokenizer=TOKENIZER,
                 chat_template=template,

@@ -22,7 +22,7 @@ from jkv.api.prompt import Backend
 from jkv.engine.request import EngineRequest, FinishReason, TokenOutput
 from jkv.errors import ConfigError, InvalidRequestError, OverloadedError, ShuttingDownError
 from jkv.text.chat import ChatTemplate
-from tests.api.doubles import EOS, ScriptedCache, ScriptedGenerator, byte_tokenizer
+from tests.api.doubles import EOS, ScriptedCache, ScriptedGenerator, ScriptedReplica, byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
 TEMPLATE = ChatTemplate(
@@ -71,6 +71,7 @@ def _backend(generator: ScriptedGenerator, *, text: bool = True) -> Backend:
     return Backend(
         generator=generator,
         cache=ScriptedCache(),
+        replica=ScriptedReplica(),
         served_name="bytes",
         tokenizer=TOKENIZER if text else None,
         chat_template=TEMPLATE if text else None,

@@ -16,7 +16,7 @@ from jkv.api.prompt import Backend
 from jkv.client import main
 from jkv.engine.request import EngineRequest
 from jkv.text.chat import ChatTemplate
-from tests.api.doubles import ScriptedCache, ScriptedGenerator, byte_tokenizer
+from tests.api.doubles import ScriptedCache, ScriptedGenerator, ScriptedReplica, byte_tokenizer
 
 _TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 
@@ -43,6 +43,7 @@ async def _start() -> Server:
     backend = Backend(
         generator=generator,
         cache=cache,
+        replica=ScriptedReplica(),
         served_name="bytes",
         tokenizer=byte_tokenizer(),
         chat_template=ChatTemplate(_TEMPLATE, None, None),
