@@ -42,6 +42,10 @@ class ShuttingDownError(JkvError):
     """The server drains and takes no new requests (gRPC UNAVAILABLE, HTTP 503)."""
 
 
+class NoEngineError(JkvError):
+    """A router has no engine that could answer (gRPC UNAVAILABLE, HTTP 503)."""
+
+
 class FailedPreconditionError(JkvError):
     """What is asked cannot be done in the present state (gRPC FAILED_PRECONDITION, HTTP 409)."""
 

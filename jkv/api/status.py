@@ -12,6 +12,7 @@ import grpc
 from jkv.errors import (
     FailedPreconditionError,
     InvalidRequestError,
+    NoEngineError,
     OverloadedError,
     PermissionDeniedError,
     ShuttingDownError,
@@ -54,7 +55,7 @@ def status_of(error: Exception) -> Status:
             return Status(code=grpc.StatusCode.FAILED_PRECONDITION, details=str(error))
         case PermissionDeniedError():
             return Status(code=grpc.StatusCode.PERMISSION_DENIED, details=str(error))
-        case ShuttingDownError():
+        case ShuttingDownError() | NoEngineError():
             return Status(code=grpc.StatusCode.UNAVAILABLE, details=str(error))
         case DeadlineError():
             return Status(code=grpc.StatusCode.DEADLINE_EXCEEDED, details=str(error))
