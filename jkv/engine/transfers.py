@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -43,11 +44,11 @@ class Transfers:
         `alone` says that no step is under way: then a copy up can be timed.
         """
         self._scheduler.lower.expire_pins()
-        leaving = self._scheduler.lower.take_leaving()
-        self._save(leaving)
         restores = self._scheduler.take_restores()
         for prefetch in list(self._prefetches):
             self._advance(prefetch, restores)
+        leaving = self._scheduler.lower.take_leaving()  # after all that takes pages, before all that fills them
+        self._save(leaving)
         if restores:
             self._restore(restores, timed=alone)
         return bool(leaving or restores)
@@ -68,6 +69,24 @@ class Transfers:
         self._save([o for o in reversed(idle) if not lower.has(o.info)])
         # The next to be evicted are leaves: from them up, no page goes before those that continue it.
         return sum(lower.has(o.info) and pool.forget(o.info.key) for o in idle)
+
+    def write_down(self) -> bool:
+        """Copies down the next pages that only L1 holds, pinned ones too, and queues them for L3; whether
+        there were any. As many at a time as L2 has room for until they are written.
+        """
+        pool, lower = self._scheduler.pool, self._scheduler.lower
+        missing = (info for info in pool.held() if not lower.has(info))
+        room = max(1, lower.host.tree.capacity // 4)
+        offers = [
+            Offer(page, info, lower.policy.l3_min_tokens, used=True)
+            for info in itertools.islice(missing, room)
+            if (page := pool.find(info)) is not None
+        ]
+        self._save(offers)
+        for offer in offers:
+            pool.forget(offer.info.key)
+        lower.flush_dirty()
+        return bool(offers)
 
     def failed(self) -> None:
         """The device's buffers are lost, and copies that waited for them; prefetches end."""

@@ -147,7 +147,7 @@ class Tiered:
         yield
         after = self.errors()
         grown = {reason for reason, count in after.items() if count > before.get(reason, 0)}
-        assert grown == set(reasons)
+        assert grown == set(reasons), f"{grown} were counted, not {set(reasons)}"
 
     def serves_from_disk(self, prompt: Sequence[int], expected: Answer) -> None:
         """All of a prompt comes from L3, with the right answer, once a breaker that is open has closed."""
