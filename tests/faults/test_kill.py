@@ -1,0 +1,101 @@
+"""kill -9 while pages are being written, again and again on one directory."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import grpc
+import pytest
+
+from jkv.cache.l3.names import parse
+from tests.e2e.server import wait_for
+from tests.faults.rig import (
+    OBJECT_BYTES,
+    PAGE,
+    WAIT_S,
+    Answer,
+    Tiered,
+    in_parallel,
+    prompts,
+    published,
+    stored,
+    tiered,
+)
+
+CLIENTS = 4
+PAGES = 30  # of a prompt
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.full)])
+def test_what_was_published_is_served_and_nothing_else(tmp_path: Path, kills: int) -> None:
+    chance, new_prompt = random.Random(kills), prompts(5000 + kills)
+    store = tmp_path / "l3"
+    asked: list[list[int]] = []
+    in_mid_write = 0
+    for _ in range(kills):
+        with tiered(tmp_path, store=store) as subject:
+            survived(subject, asked)
+            asked = [new_prompt(PAGES) for _ in range(4 * CLIENTS)]
+            ask_until_killed(subject, asked, enough=chance.randint(1, 10 * PAGES))
+        in_mid_write += any(0 < len(published(store, prompt)) < PAGES for prompt in asked)
+        leave_stale_locks(store)
+    with tiered(tmp_path, store=store) as subject:
+        survived(subject, asked)
+    assert in_mid_write, "no kill came between two pages of a prompt"
+    assert len(list(store.iterdir())) == 1, "each start took the same owner over"
+
+
+def ask_until_killed(subject: Tiered, asked: Sequence[list[int]], enough: int) -> None:
+    """Kills the server once it has published so many more pages, while clients ask."""
+    before = len(stored(subject.store))
+
+    def ask(prompts: Iterator[list[int]]) -> None:
+        with suppress(grpc.RpcError):  # the kill
+            for prompt in prompts:
+                subject.ask(prompt)
+
+    clients = [threading.Thread(target=ask, args=(iter(asked[i::CLIENTS]),)) for i in range(CLIENTS)]
+    for client in clients:
+        client.start()
+    wait_for(lambda: len(stored(subject.store)) >= before + enough, "pages are published", WAIT_S)
+    subject.server.kill()
+    for client in clients:
+        client.join()
+
+
+def leave_stale_locks(store: Path) -> None:
+    """What writes of other versions of TensorStore may have left."""
+    for page in list(stored(store).values())[::10]:
+        (store / f"{page.name}.__lock").write_bytes(b"\xff" * 3 * OBJECT_BYTES)
+
+
+def survived(subject: Tiered, asked: Sequence[list[int]]) -> None:
+    """Every page that was published before is found and served, with what it should hold."""
+    assert not list(subject.store.rglob("*__lock"))
+    files = [file for file in subject.store.rglob("*") if parse(str(file.relative_to(subject.store)))]
+    assert {file.stat().st_size for file in files} <= {OBJECT_BYTES}
+    assert subject.l3.pages == len(files)
+    expected: dict[int, Answer] = {}
+
+    def compare(number: int) -> None:
+        prompt = asked[number]
+        pages = len(published(subject.store, prompt))
+        assert subject.lookup(prompt) == ({"l3": pages * PAGE} if pages else {})
+        answer = subject.ask(prompt)
+        assert answer.tiers == ({"l3": pages * PAGE} if pages else {})
+        expected[number] = answer
+
+    # One after the other: each needs half of L1, and what it finds must be on the disk alone.
+    for number in range(len(asked)):
+        compare(number)
+    in_parallel(lambda n: same(subject.cold(asked[n]), expected[n]), range(len(asked)), CLIENTS)
+    assert subject.errors() == {}
+    subject.is_idle_and_empty()
+
+
+def same(one: Answer, other: Answer) -> None:
+    assert one.bits == other.bits
