@@ -129,6 +129,7 @@ class Scheduler:
             self._end_load(seq)
         self.waiting, self.running = [], []
         self.restores, self.offers = {}, []
+        self.lower.leaving.clear()
         self.pool.reset()
         self._slots = list(range(self.limits.max_num_seqs - 1, -1, -1))
         return alive
@@ -280,7 +281,7 @@ class Scheduler:
         seq.hits.clear()
 
     def _begin_load(self, seq: Sequence, *, count_misses: bool = False) -> None:
-        if self._full_pages(seq) and not self.lower.off:
+        if self._full_pages(seq):
             infos = [seq.info(i, self.pool.page_size) for i in range(self._full_pages(seq))]
             seq.load = self.lower.begin(infos, count_misses=count_misses)
 

@@ -47,7 +47,8 @@ class Transfers:
         restores = self._scheduler.take_restores()
         for prefetch in list(self._prefetches):
             self._advance(prefetch, restores)
-        leaving = self._scheduler.lower.take_leaving()  # after all that takes pages, before all that fills them
+        # After all that takes pages, before all that fills them.
+        leaving = self._scheduler.lower.take_leaving()
         self._save(leaving)
         if restores:
             self._restore(restores, timed=alone)
