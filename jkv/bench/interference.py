@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
+from jkv.bench.cache_admin import CacheAdmin
 from jkv.bench.drive import Target
+from jkv.bench.grpc_client import TIERS
 from jkv.bench.load import Prompt, PromptShape, prompts
 from jkv.bench.metrics import Record, Spread, gaps_during, prefill_rate, spread
 from jkv.bench.options import TargetOptions
 from jkv.bench.report import Report, Row, milliseconds, number, spread_row
+from jkv.errors import ConfigError
 from jkv.flags import flag
 
 # A chat turn: short, so that the stream is soon decoding.
@@ -28,6 +31,12 @@ class InterferenceOptions(TargetOptions):
     num_prompts: int = flag(3, group="load", minimum=1, help="how many of them, one after the other")
     output_len: int = flag(
         256, group="load", minimum=2, help="tokens of the stream; it starts again until the prompts are done"
+    )
+    cached_in: str | None = flag(
+        group="load",
+        choices=TIERS[:3],
+        default_text="nowhere: they are new",
+        help="disturb with prompts that this tier of a jkv server's cache holds, and none above it",
     )
 
 
@@ -56,11 +65,32 @@ async def run(options: InterferenceOptions, target: Target) -> Report:
     streams = _supply(options, target, "stream", _STREAM_INPUT_LEN)
     longs = _supply(options, target, "long", options.input_len)
     warmup = [await target.run(next(streams), options.output_len), await target.run(next(longs), 1)]
+    disturbing = list(islice(longs, options.num_prompts))
+    if options.cached_in is not None:
+        warmup += await _cache(target, disturbing, options.cached_in)
     quiet = await target.run(next(streams), options.output_len)
-    disturbed, prefills = await _disturb(
-        target, options.output_len, streams, islice(longs, options.num_prompts)
-    )
-    return _report(quiet, disturbed, prefills, warmup)
+    disturbed, prefills = await _disturb(target, options.output_len, streams, disturbing)
+    report = _report(quiet, disturbed, prefills, warmup)
+    return replace(report, errors=[*report.errors, *_not_cached(prefills, options.cached_in)])
+
+
+async def _cache(target: Target, disturbing: Sequence[Prompt], tier: str) -> list[Record]:
+    """Sends the prompts once, then empties the tiers above the one that is to serve them."""
+    admin = CacheAdmin(target.client)
+    if tier not in (on := await admin.tiers()):
+        raise ConfigError(f"--cached-in {tier}: the target has {', '.join(on)}")
+    records = [await target.run(prompt, 1) for prompt in disturbing]
+    await admin.drain()
+    if above := list(on)[: list(on).index(tier)]:
+        await admin.flush(above)
+    return records
+
+
+def _not_cached(prefills: Sequence[Record], tier: str | None) -> list[str]:
+    if tier is None:
+        return []
+    served = [record.cached_by_tier or {} for record in prefills if record.ok]
+    return [f"served {dict(by)}, not from {tier}" for by in served if not by.get(tier)]
 
 
 def _supply(options: InterferenceOptions, target: Target, series: str, input_len: int) -> Iterator[Prompt]:
@@ -70,7 +100,7 @@ def _supply(options: InterferenceOptions, target: Target, series: str, input_len
 
 
 async def _disturb(
-    target: Target, output_len: int, streams: Iterator[Prompt], longs: Iterator[Prompt]
+    target: Target, output_len: int, streams: Iterator[Prompt], longs: Sequence[Prompt]
 ) -> tuple[list[Record], list[Record]]:
     """The streams and the long requests that ran at the same time."""
     decoding, over = asyncio.Event(), asyncio.Event()

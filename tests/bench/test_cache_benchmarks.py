@@ -133,6 +133,25 @@ def test_multiturn_refuses_what_cannot_be_measured(
     assert model.prompts == []
 
 
+def test_loads_disturb_a_stream(url: str, model: FakeModel, capsys: pytest.CaptureFixture[str]) -> None:
+    model.step_s = 0.01
+    flags = ("--input-len", "400", "--output-len", "8", "--num-prompts", "2", "--cached-in", "l3")
+    results = run_json(capsys, "interference", "--target", url, *flags)["results"]
+    assert results["disturbed_gaps"] >= 1
+    longs = [prompt for prompt in model.prompts if len(prompt) == 400]
+    assert len(longs) == 5  # one to warm up, two to fill the cache, the same two again
+    assert longs[1:3] == longs[3:]
+
+
+def test_loads_from_elsewhere_are_an_error(
+    url: str, model: FakeModel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model.flushes, model.step_s = False, 0.01
+    flags = ("--input-len", "400", "--output-len", "8", "--num-prompts", "1", "--cached-in", "l2")
+    report = run_json(capsys, "interference", "--target", url, *flags, status=1)
+    assert "not from l2" in report["errors"][0]
+
+
 def test_each_tier_is_measured_alone(url: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     flags = ("--input-lens", "64,100", "--repeats", "2", "--directory", str(tmp_path))
     results = run_json(capsys, "tiers", "--target", url, *flags)["results"]
