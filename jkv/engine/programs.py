@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from jkv.engine.sampling import SampleBatch, Sampled, SamplerState, admit, sample
 from jkv.kernels.batch import StepBatch
-from jkv.kernels.kv_pool import PoolShape
+from jkv.kernels.kv_pool import KvArrays, PoolShape
 from jkv.kernels.page_transfer import gather_pages, scatter_pages
 from jkv.kernels.xla_attention import BATCH_INVARIANT_BLOCKS, AttentionBlocks
 from jkv.models.config import ModelConfig
@@ -131,7 +131,7 @@ def _step_program(plan: ProgramPlan, params: Params, tokens: int) -> Program:
         fn=partial(forward, plan.config, plan.dtype, shape),
         args=(
             params,
-            jax.ShapeDtypeStruct(plan.pool.shape, plan.pool.dtype),
+            plan.pool.abstract_pool(),
             jax.ShapeDtypeStruct((plan.max_num_seqs,), jnp.int32),
             StepBatch.abstract(tokens, plan.max_num_seqs, plan.table_width, plan.sample_rows),
         ),
@@ -164,25 +164,21 @@ def _admit_program(plan: ProgramPlan, state: SamplerState[jax.ShapeDtypeStruct])
 def _gather_program(plan: ProgramPlan, count: int) -> Program:
     shape = plan.pool
 
-    def fn(pool: jax.Array, numbers: jax.Array) -> tuple[jax.Array, ...]:
-        arrays = gather_pages(pool, numbers, pages=shape.pages, kv_heads=shape.kv_heads)
-        return jax.device_put(arrays, jax.memory.Space.Host) if plan.pinned_pages else arrays
+    def fn(pool: KvArrays[jax.Array], numbers: jax.Array) -> tuple[KvArrays[jax.Array], ...]:
+        copies = gather_pages(pool, numbers, pages=shape.pages, kv_heads=shape.kv_heads)
+        return jax.device_put(copies, jax.memory.Space.Host) if plan.pinned_pages else copies
 
-    args = (jax.ShapeDtypeStruct(shape.shape, shape.dtype), jax.ShapeDtypeStruct((count,), jnp.int32))
+    args = (shape.abstract_pool(), jax.ShapeDtypeStruct((count,), jnp.int32))
     return Program(name=gather_name(count), fn=fn, args=args, donated=())
 
 
 def _scatter_program(plan: ProgramPlan, count: int) -> Program:
     shape = plan.pool
-    pages = [jax.ShapeDtypeStruct(shape.page_shape, shape.dtype)] * count
+    numbers, pages = jax.ShapeDtypeStruct((count,), jnp.int32), [shape.abstract_page()] * count
     return Program(
         name=scatter_name(count),
         fn=partial(scatter_pages, pages=shape.pages, kv_heads=shape.kv_heads),
-        args=(
-            jax.ShapeDtypeStruct(shape.shape, shape.dtype),
-            jax.ShapeDtypeStruct((count,), jnp.int32),
-            *pages,
-        ),
+        args=(shape.abstract_pool(), numbers, *pages),
         donated=(0,),
     )
 

@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from jkv.engine.batches import build_sampling, build_step, empty_batch
+from jkv.engine.host_pages import HostPage, page_from_bytes, page_ready, page_to_bytes
 from jkv.engine.programs import ADMIT, ProgramPlan, gather_name, sample_name, scatter_name, step_name
 from jkv.engine.request import Logprob, SamplingParams
 from jkv.engine.sampling import SampleBatch, Sampled, SamplerState
@@ -23,9 +24,6 @@ from jkv.engine.scheduler import Chunk
 from jkv.engine.sequence import Sequence
 from jkv.kernels.batch import StepBatch
 from jkv.models.params import Params
-
-# A page in host memory, of all layers, K and V; it may still be on its way there.
-HostPage = jax.Array
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,9 +78,9 @@ class Runner:
         self._allocate()
 
     def _allocate(self) -> None:
-        self._pool = jnp.zeros(self.plan.pool.shape, self.plan.pool.dtype)
-        abstract = SamplerState.abstract(self.plan.max_num_seqs, self.plan.config.vocab_size)
-        self._state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract)
+        state = SamplerState.abstract(self.plan.max_num_seqs, self.plan.config.vocab_size)
+        self._pool = jax.tree.map(_zeros, self.plan.pool.abstract_pool())
+        self._state = jax.tree.map(_zeros, state)
         self._owners: list[tuple[Sequence, int] | None] = [None] * self.plan.max_num_seqs
         self._biased = [False] * self.plan.max_num_seqs
 
@@ -129,7 +127,7 @@ class Runner:
 
     def ready(self, page: HostPage) -> bool:
         """Whether the page has arrived, so that nobody waits for it."""
-        return page.is_ready()  # pyright: ignore[reportAttributeAccessIssue]  # every concrete array has it
+        return page_ready(page)
 
     def usable(self, page: HostPage) -> bool:
         """Whether the page holds what was saved; waits for it. False where the step before it failed."""
@@ -144,16 +142,18 @@ class Runner:
         jax.block_until_ready(self._pool)
 
     def host_bytes(self, page: HostPage) -> np.ndarray:
-        """A page's bytes, flat uint8 and read-only; waits until it has arrived. For any thread."""
-        return np.asarray(page).reshape(-1).view(np.uint8)
+        """A page's bytes, flat uint8, not to be written to; waits until it has arrived. For any thread."""
+        return page_to_bytes(page)
 
     def host_page(self, data: np.ndarray) -> HostPage:
         """The page of which `data` are the `host_bytes`. For any thread.
 
         Takes `data` over, where it can without a copy: nobody may write to it any more.
+
+        Raises:
+            ValueError: `data` is not of one page's size.
         """
-        shape = self.plan.pool
-        return jax.device_put(data.view(shape.dtype).reshape(shape.page_shape), self._host)
+        return jax.device_put(page_from_bytes(data, self.plan.pool), self._host)
 
     def warm_up(self) -> None:
         """Runs every program once on nothing: a program's first run is slower by half a second (XLA:CPU)."""
@@ -208,6 +208,10 @@ class Runner:
             return
         self._biased[seq.slot] = bool(params.logit_bias)
         self._admit(seq.slot, params, seq.request.prompt_ids, seq.tokens[seq.prompt_len :])
+
+
+def _zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
+    return jnp.zeros(x.shape, x.dtype)
 
 
 def _logprob(

@@ -1,21 +1,43 @@
-"""The flat L1 pool: its shape, and writing a step's keys and values into it in place."""
+"""The flat L1 pool: its shape, its dtypes, and writing a step's keys and values into it in place."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Generic
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from jkv.kernels.batch import StepBatch
+from jkv.kernels.batch import ArrayT, StepBatch
+
+# The largest of the values that int8 takes on both sides of 0.
+_INT8_MAX = 127
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class KvArrays(Generic[ArrayT]):
+    """Keys and values: all of the pool, or one page on its own. `scales` are float32, None unless the values
+    are int8; a value is its int8 times its scale.
+    """
+
+    values: ArrayT
+    scales: ArrayT | None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self))
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolShape:
-    """`[layers * pages, page_size, 2 * kv_heads * head_dim]`; row `layer * pages + page`. A token's K and V
-    lie interleaved by head: K of head 0, V of head 0, K of head 1 ...
+    """Values `[layers * pages, page_size, 2 * kv_heads * head_dim]`; row `layer * pages + page`. A token's K
+    and V lie interleaved by head: K of head 0, V of head 0, K of head 1 ...
+
+    Scales `[layers * pages, 2 * kv_heads * page_size]`, one for each token and head, K and V: K's of head 0
+    for all tokens of the page, V's of head 0 ...
 
     Heads have no axis of their own: XLA:TPU tiles the last two axes, and stores a pool that ends in heads of
     64, or in 6 rows of 128, in an order that every step would first copy, padded. `dtype` is the stored one
@@ -31,18 +53,36 @@ class PoolShape:
 
     @property
     def shape(self) -> tuple[int, int, int]:
+        """Of the values."""
         return (self.layers * self.pages, self.page_size, 2 * self.kv_heads * self.head_dim)
 
     @property
     def page_shape(self) -> tuple[int, int, int, int]:
-        """A page on its own, see jkv.kernels.page_transfer."""
+        """Of the values of a page on its own, see jkv.kernels.page_transfer."""
         return (self.kv_heads, self.layers, self.page_size, 2 * self.head_dim)
 
     @property
+    def quantized(self) -> bool:
+        return jnp.dtype(self.dtype) == jnp.int8
+
+    @property
     def page_bytes(self) -> int:
-        """Bytes of one page over all layers, K and V."""
-        per_token = self.layers * 2 * self.kv_heads * self.head_dim
-        return per_token * self.page_size * jnp.dtype(self.dtype).itemsize
+        """Bytes of one page over all layers: K, V and their scales."""
+        return self.abstract_page().nbytes
+
+    def abstract_pool(self) -> KvArrays[jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of the pool."""
+        return self._abstract(self.shape, (self.shape[0], 2 * self.kv_heads * self.page_size))
+
+    def abstract_page(self) -> KvArrays[jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of a page on its own."""
+        return self._abstract(self.page_shape, (*self.page_shape[:2], 2 * self.page_size))
+
+    def _abstract(self, values: tuple[int, ...], scales: tuple[int, ...]) -> KvArrays[jax.ShapeDtypeStruct]:
+        return KvArrays(
+            values=jax.ShapeDtypeStruct(values, self.dtype),
+            scales=jax.ShapeDtypeStruct(scales, jnp.float32) if self.quantized else None,
+        )
 
 
 def stored_dtype(kv_dtype: DTypeLike, platform: str) -> jnp.dtype:
@@ -54,7 +94,7 @@ def stored_dtype(kv_dtype: DTypeLike, platform: str) -> jnp.dtype:
 
 
 def to_stored(rows: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Keys or values as a pool of `dtype` stores them."""
+    """Keys or values as a pool of `dtype`, not int8, stores them."""
     if dtype == jnp.uint16:
         return lax.bitcast_convert_type(rows.astype(jnp.bfloat16), jnp.uint16)
     return rows.astype(dtype)
@@ -65,24 +105,86 @@ def from_stored(rows: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(rows, jnp.bfloat16) if rows.dtype == jnp.uint16 else rows
 
 
+def quantize(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """int8 of the shape of `rows`, `[..., head_dim]`, and their scales `[...]`: a head's largest magnitude
+    becomes 127.
+    """
+    wide = rows.astype(jnp.float32)
+    scales = jnp.abs(wide).max(axis=-1) / _INT8_MAX
+    steps = wide / jnp.where(scales > 0, scales, 1)[..., None]
+    return jnp.clip(jnp.round(steps), -_INT8_MAX, _INT8_MAX).astype(jnp.int8), scales
+
+
+def load_kv(pool: KvArrays[jax.Array], rows: jax.Array) -> jax.Array:
+    """Keys and values of whole pool rows, int32 `[N]`, in floating point: `[N * page_size, 2 * kv_heads *
+    head_dim]`.
+    """
+    _, page_size, width = pool.values.shape
+    values = from_stored(pool.values[rows].reshape(-1, width))
+    if pool.scales is None:
+        return values
+    heads = pool.scales.shape[1] // page_size
+    scales = pool.scales[rows].reshape(-1, heads, page_size).transpose(0, 2, 1).reshape(-1, heads, 1)
+    return (values.reshape(-1, heads, width // heads).astype(jnp.float32) * scales).reshape(-1, width)
+
+
 def write_kv(
-    pool: jax.Array,
+    pool: KvArrays[jax.Array],
     layer: jax.Array,
     pages: int,
     keys: jax.Array,
     values: jax.Array,
     batch: StepBatch[jax.Array],
-) -> jax.Array:
+) -> KvArrays[jax.Array]:
     """Writes keys and values `[T, kv_heads, head_dim]` of one layer; masked tokens (see StepBatch) write
     nothing.
     """
-    tokens = keys.shape[0]
-    rows = to_stored(jnp.stack([keys, values], axis=2).reshape(tokens, pool.shape[2]), pool.dtype)
+    rows = jnp.stack([keys, values], axis=2)
     kept = batch.write_pages < pages
     pool_rows = layer * pages + batch.write_pages
+    if pool.scales is None:
+        return KvArrays(values=_write(pool.values, pool_rows, kept, rows, batch.write_offsets), scales=None)
+    return _write_quantized(pool.values, pool.scales, pool_rows, kept, rows, batch.write_offsets)
+
+
+def _write(
+    pool: jax.Array, pool_rows: jax.Array, kept: jax.Array, kv: jax.Array, offsets: jax.Array
+) -> jax.Array:
+    tokens = kv.shape[0]
+    rows = to_stored(kv.reshape(tokens, pool.shape[2]), pool.dtype)
     if tokens == 1:
         # XLA turns a scatter of one row into a copy of the whole pool; a slice update stays in place.
-        start = (jnp.where(kept, pool_rows, 0)[0], batch.write_offsets[0], 0)
+        start = (jnp.where(kept, pool_rows, 0)[0], offsets[0], 0)
         old = lax.dynamic_slice(pool, start, (1, 1, rows.shape[1]))
         return lax.dynamic_update_slice(pool, jnp.where(kept[0], rows[None], old), start)
-    return pool.at[jnp.where(kept, pool_rows, pool.shape[0]), batch.write_offsets].set(rows, mode="drop")
+    return pool.at[jnp.where(kept, pool_rows, pool.shape[0]), offsets].set(rows, mode="drop")
+
+
+def _write_quantized(
+    values: jax.Array,
+    scales: jax.Array,
+    pool_rows: jax.Array,
+    kept: jax.Array,
+    kv: jax.Array,
+    offsets: jax.Array,
+) -> KvArrays[jax.Array]:
+    """Token by token: XLA:TPU copies a whole pool of int8 for a scatter into it, and to read a row of it."""
+    tokens, kv_heads, _, head_dim = kv.shape
+    heads, page_size, width = 2 * kv_heads, values.shape[1], values.shape[2]
+    new_values, new_scales = quantize(kv.reshape(tokens, heads, head_dim))
+    (tokens_kept,) = jnp.nonzero(kept, size=tokens)
+
+    def write(i: jax.Array, pool: KvArrays[jax.Array]) -> KvArrays[jax.Array]:
+        assert pool.scales is not None
+        token = tokens_kept[i]
+        row, offset = pool_rows[token], offsets[token]
+        page = lax.dynamic_slice(pool.scales, (row, 0), (1, heads * page_size)).reshape(heads, page_size)
+        page = jnp.where(jnp.arange(page_size) == offset, new_scales[token][:, None], page)
+        return KvArrays(
+            values=lax.dynamic_update_slice(
+                pool.values, new_values[token].reshape(1, 1, width), (row, offset, 0)
+            ),
+            scales=lax.dynamic_update_slice(pool.scales, page.reshape(1, -1), (row, 0)),
+        )
+
+    return lax.fori_loop(0, kept.sum(), write, KvArrays(values=values, scales=scales))

@@ -1,9 +1,10 @@
 """Moving whole pages between the pool and arrays of their own.
 
-A page on its own is `[kv_heads, layers, page_size, 2 * head_dim]`, K before V in a row: whatever heads a
-device holds of it are then one piece. Pages are copied layer by layer, slice by slice, and not with one
-gather or scatter: XLA:TPU copies a whole pool of int8 for a scatter, and any pool, twice, for a gather that
-takes some columns of a row; XLA:CPU transposes pages before it scatters them.
+A page on its own has values `[kv_heads, layers, page_size, 2 * head_dim]`, K before V in a row, and where
+they are int8 scales `[kv_heads, layers, 2 * page_size]`, K's before V's: the heads of one device are then one
+piece. Pages are copied layer by layer, slice by slice, and not with one gather or scatter: XLA:TPU copies a
+whole pool of int8 for a scatter, and any pool, twice, for a gather that takes some columns of a row; XLA:CPU
+transposes pages before it scatters them.
 """
 
 from __future__ import annotations
@@ -11,45 +12,58 @@ from __future__ import annotations
 import jax
 from jax import lax
 
+from jkv.kernels.kv_pool import KvArrays
 
-def gather_pages(pool: jax.Array, numbers: jax.Array, *, pages: int, kv_heads: int) -> tuple[jax.Array, ...]:
+
+def gather_pages(
+    pool: KvArrays[jax.Array], numbers: jax.Array, *, pages: int, kv_heads: int
+) -> tuple[KvArrays[jax.Array], ...]:
     """Copies of the pages `numbers`, int32 `[N]`, each below `pages`, the pool's page count."""
-    return tuple(_gather(pool, numbers[i], pages, kv_heads) for i in range(numbers.shape[0]))
+
+    def gather(i: int) -> KvArrays[jax.Array]:
+        return jax.tree.map(lambda x: _gather(x, numbers[i], pages, kv_heads), pool)
+
+    return tuple(gather(i) for i in range(numbers.shape[0]))
 
 
 def scatter_pages(
-    pool: jax.Array, numbers: jax.Array, *arrays: jax.Array, pages: int, kv_heads: int
-) -> jax.Array:
-    """Writes N arrays that `gather_pages` made into the pages `numbers`, int32 `[N]`, each below `pages`; in
+    pool: KvArrays[jax.Array],
+    numbers: jax.Array,
+    *copies: KvArrays[jax.Array],
+    pages: int,
+    kv_heads: int,
+) -> KvArrays[jax.Array]:
+    """Writes N copies that `gather_pages` made into the pages `numbers`, int32 `[N]`, each below `pages`; in
     place where the pool is donated.
     """
-    for i, array in enumerate(arrays):
-        pool = _scatter(pool, numbers[i], array, pages, kv_heads)
+    for i, copy in enumerate(copies):
+        pool = jax.tree.map(lambda x, page, i=i: _scatter(x, numbers[i], page, pages, kv_heads), pool, copy)
     return pool
 
 
 def _gather(pool: jax.Array, number: jax.Array, pages: int, kv_heads: int) -> jax.Array:
-    rows, page_size, width = pool.shape
-    layers, columns = rows // pages, width // kv_heads
+    rows, *inner, width = pool.shape
+    layers, columns, zeros = rows // pages, width // kv_heads, (0,) * len(inner)
 
-    def copy_layer(layer: jax.Array, array: jax.Array) -> jax.Array:
-        row = lax.dynamic_slice(pool, (layer * pages + number, 0, 0), (1, page_size, width))[None]
+    def copy_layer(layer: jax.Array, page: jax.Array) -> jax.Array:
+        row = lax.dynamic_slice(pool, (layer * pages + number, *zeros, 0), (1, *inner, width))[None]
         for head in range(kv_heads):
             part = row[..., head * columns : (head + 1) * columns]
-            array = lax.dynamic_update_slice(array, part, (head, layer, 0, 0))
-        return array
+            page = lax.dynamic_update_slice(page, part, (head, layer, *zeros, 0))
+        return page
 
-    array = lax.empty((kv_heads, layers, page_size, columns), pool.dtype)
-    return lax.fori_loop(0, layers, copy_layer, array)
+    page = lax.empty((kv_heads, layers, *inner, columns), pool.dtype)
+    return lax.fori_loop(0, layers, copy_layer, page)
 
 
-def _scatter(pool: jax.Array, number: jax.Array, array: jax.Array, pages: int, kv_heads: int) -> jax.Array:
-    _, layers, page_size, columns = array.shape
+def _scatter(pool: jax.Array, number: jax.Array, page: jax.Array, pages: int, kv_heads: int) -> jax.Array:
+    _, layers, *inner, columns = page.shape
+    zeros = (0,) * len(inner)
 
     def copy_layer(layer: jax.Array, pool: jax.Array) -> jax.Array:
-        parts = lax.dynamic_slice(array, (0, layer, 0, 0), (kv_heads, 1, page_size, columns))
+        parts = lax.dynamic_slice(page, (0, layer, *zeros, 0), (kv_heads, 1, *inner, columns))
         for head in range(kv_heads):
-            start = (layer * pages + number, 0, head * columns)
+            start = (layer * pages + number, *zeros, head * columns)
             pool = lax.dynamic_update_slice(pool, parts[head], start)
         return pool
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jkv.kernels.batch import StepBatch
-from jkv.kernels.kv_pool import from_stored
+from jkv.kernels.kv_pool import KvArrays, load_kv
 
 _MASKED = -1e30
 
@@ -57,7 +57,7 @@ class _Sequence(NamedTuple):
 
 def paged_attention(
     q: jax.Array,
-    pool: jax.Array,
+    pool: KvArrays[jax.Array],
     layer: jax.Array,
     pages: int,
     batch: StepBatch[jax.Array],
@@ -86,7 +86,7 @@ class _PagedAttention:
 
     def __init__(
         self,
-        pool: jax.Array,
+        pool: KvArrays[jax.Array],
         first_row: jax.Array,
         batch: StepBatch[jax.Array],
         window: jax.Array,
@@ -94,14 +94,14 @@ class _PagedAttention:
         blocks: AttentionBlocks,
         q: jax.Array,
     ) -> None:
-        _, self.page_size, self.width = pool.shape
+        _, self.page_size, self.width = pool.values.shape
         _, self.heads, self.head_dim = q.shape
         self.kv_heads = self.width // (2 * self.head_dim)
         self.group = self.heads // self.kv_heads
         self.pool = pool
         # By default TPUs and GPUs round the operands of float32 products, and XLA:TPU does so to the whole
         # pool before the loop.
-        self.precision = lax.Precision.HIGHEST if pool.dtype == jnp.float32 else None
+        self.precision = lax.Precision.HIGHEST if pool.values.dtype == jnp.float32 else None
         self.first_row, self.batch, self.window, self.blocks = first_row, batch, window, blocks
         self.q_block = min(blocks.prefill_queries, q.shape[0])
         # The last block of a chunk may reach past the batch: give it rows of its own to spill into.
@@ -117,9 +117,9 @@ class _PagedAttention:
         """
         per_block = keys // self.page_size
         pages = lax.dynamic_slice(seq.table, (block * per_block,), (per_block,))
-        kv = self.pool[self.first_row + pages].reshape(keys, self.width)
+        kv = load_kv(self.pool, self.first_row + pages)
         used = block * keys + jnp.arange(keys) < seq.kv_len
-        return jnp.where(used[:, None], from_stored(kv).astype(jnp.float32), 0)
+        return jnp.where(used[:, None], kv.astype(jnp.float32), 0)
 
     def _first_block(self, position: jax.Array, keys: int) -> jax.Array:
         return jnp.maximum(position - self.window + 1, 0) // keys

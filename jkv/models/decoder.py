@@ -15,7 +15,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jkv.kernels.batch import StepBatch
-from jkv.kernels.kv_pool import write_kv
+from jkv.kernels.kv_pool import KvArrays, write_kv
 from jkv.kernels.xla_attention import AttentionBlocks, paged_attention
 from jkv.models.config import ModelConfig
 from jkv.models.rope import inverse_frequencies
@@ -79,12 +79,12 @@ class Attention(nnx.Module):
     def __call__(
         self,
         x: jax.Array,
-        pool: jax.Array,
+        pool: KvArrays[jax.Array],
         layer: jax.Array,
         window: jax.Array,
         context: LayerContext,
         shape: StepShape,
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, KvArrays[jax.Array]]:
         q = self.q_proj(x).reshape(-1, self.heads, self.head_dim)
         k = self.k_proj(x).reshape(-1, self.kv_heads, self.head_dim)
         v = self.v_proj(x).reshape(-1, self.kv_heads, self.head_dim)
@@ -130,12 +130,12 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self,
         x: jax.Array,
-        pool: jax.Array,
+        pool: KvArrays[jax.Array],
         layer: jax.Array,
         window: jax.Array,
         context: LayerContext,
         shape: StepShape,
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, KvArrays[jax.Array]]:
         attended, pool = self.self_attn(self.input_layernorm(x), pool, layer, window, context, shape)
         x = x + attended
         return x + self.mlp(self.post_attention_layernorm(x)), pool

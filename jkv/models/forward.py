@@ -12,9 +12,12 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jkv.kernels.batch import StepBatch
+from jkv.kernels.kv_pool import KvArrays
 from jkv.models.config import ModelConfig
 from jkv.models.decoder import LayerContext, StepShape, layer_context, layer_windows, rms_norm
 from jkv.models.params import Params, layer_definition
+
+_Carry = tuple[jax.Array, KvArrays[jax.Array]]
 
 
 def forward(
@@ -22,10 +25,10 @@ def forward(
     dtype: DTypeLike,
     shape: StepShape,
     params: Params,
-    pool: jax.Array,
+    pool: KvArrays[jax.Array],
     last_tokens: jax.Array,
     batch: StepBatch[jax.Array],
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, KvArrays[jax.Array]]:
     """Runs one ragged step.
 
     Args:
@@ -49,7 +52,9 @@ def forward(
             x, pool = layer_fn(state, jnp.int32(i), windows[i], x, pool, context)
     else:
 
-        def body(carry: tuple[jax.Array, jax.Array], layer: Any) -> tuple[tuple[jax.Array, jax.Array], None]:
+        def body(
+            carry: tuple[jax.Array, KvArrays[jax.Array]], layer: Any
+        ) -> tuple[tuple[jax.Array, KvArrays[jax.Array]], None]:
             (state, index, window), (x, pool) = layer, carry
             return _layer(definition, shape, state, index, window, x, pool, context), None
 
@@ -71,7 +76,7 @@ def _layer(
     index: jax.Array,
     window: jax.Array,
     x: jax.Array,
-    pool: jax.Array,
+    pool: KvArrays[jax.Array],
     context: LayerContext,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, KvArrays[jax.Array]]:
     return nnx.merge(definition, state)(x, pool, index, window, context, shape)

@@ -75,5 +75,7 @@ def plan_of(
 TPU_PLANS = {
     "smollm2": plan_of(SMOLLM2, dtype="bfloat16", pages=1024, platform="tpu"),
     "smollm2-float32-kv": plan_of(SMOLLM2, dtype="bfloat16", kv_dtype="float32", pages=1024, platform="tpu"),
+    "smollm2-int8-kv": plan_of(SMOLLM2, dtype="bfloat16", kv_dtype="int8", pages=1024, platform="tpu"),
+    "llama3-8b-int8-kv": plan_of(LLAMA3_8B, dtype="bfloat16", kv_dtype="int8", pages=1024, platform="tpu"),
     "llama3-8b": plan_of(LLAMA3_8B, dtype="bfloat16", pages=1024, platform="tpu"),
 }

@@ -18,12 +18,18 @@ _PLANS = {
     "bfloat16 kv": plan_of(
         _TINY, dtype="float32", kv_dtype="bfloat16", pages=4096, max_num_seqs=2, max_batched_tokens=32
     ),
+    "int8 kv": plan_of(
+        _TINY, dtype="float32", kv_dtype="int8", pages=4096, max_num_seqs=2, max_batched_tokens=32
+    ),
 }
 
 
 @pytest.mark.parametrize(
     ("plan", "tokens"),
-    [*(("float32", tokens) for tokens in _FLOAT32.token_buckets), ("bfloat16 kv", 1), ("bfloat16 kv", 32)],
+    [
+        *(("float32", tokens) for tokens in _FLOAT32.token_buckets),
+        *((plan, tokens) for plan in ("bfloat16 kv", "int8 kv") for tokens in (1, 32)),
+    ],
 )
 def test_a_step_of_any_bucket_writes_the_pool_in_place(plan: str, tokens: int) -> None:
     pool = _PLANS[plan].pool

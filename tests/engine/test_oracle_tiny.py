@@ -69,8 +69,8 @@ class Model:
 
     def last_logits(self, prompt: tuple[int, ...], cuts: list[int]) -> np.ndarray:
         """Logits of the prompt's last positions, 8 at most, computed in chunks that end at `cuts`."""
-        shape = self.plan.pool
-        pool = jnp.full(shape.shape, 1e3, shape.dtype)  # what lies in unwritten rows must not matter
+        # What lies in unwritten rows must not matter.
+        pool = jax.tree.map(lambda x: jnp.full(x.shape, 1e3, x.dtype), self.plan.pool.abstract_pool())
         seq = Sequence(request=request(prompt, 1), root=b"", arrival=0)
         seq.pages = (
             np.random.default_rng(len(prompt)).permutation(_PAGES)[: len(prompt) // _PAGE + 1].tolist()

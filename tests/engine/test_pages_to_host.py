@@ -9,8 +9,9 @@ import jax
 import numpy as np
 import pytest
 
+from jkv.engine.host_pages import HostPage
 from jkv.engine.programs import ProgramPlan, gather_name, programs, scatter_name
-from jkv.engine.runner import HostPage, Runner
+from jkv.engine.runner import Runner
 from jkv.models.params import Params
 from tests.engine.plans import SMOLLM2, plan_of
 
@@ -20,7 +21,9 @@ _TINY = dataclasses.replace(
 _PAGES = 48
 
 
-@pytest.fixture(scope="module", params=[("float32", 8), ("float32", 64), ("bfloat16", 16)], ids=str)
+@pytest.fixture(
+    scope="module", params=[("float32", 8), ("float32", 64), ("bfloat16", 16), ("int8", 64)], ids=str
+)
 def runner(request: pytest.FixtureRequest) -> Runner:
     kv_dtype, page_size = request.param
     return _runner(plan_of(_TINY, dtype="float32", kv_dtype=kv_dtype, pages=_PAGES, page_size=page_size))
@@ -66,13 +69,16 @@ def test_a_copy_keeps_what_the_page_held_when_it_was_asked_for(runner: Runner) -
     assert not any(any(_bytes(runner, p)) for p in runner.save([0, 47]))
 
 
-def test_bytes_are_a_read_only_view_of_one_page(runner: Runner) -> None:
+def test_bytes_are_a_read_only_view_of_a_page_in_one_piece(runner: Runner) -> None:
     (page,) = runner.save([3])
     data = runner.host_bytes(page)
     assert (data.dtype, data.shape) == (np.uint8, (runner.page_bytes,))
     assert page.nbytes == runner.page_bytes
-    assert not data.flags.writeable
-    assert runner.host_bytes(page).ctypes.data == data.ctypes.data
+    if page.scales is None:
+        assert not data.flags.writeable
+        assert runner.host_bytes(page).ctypes.data == data.ctypes.data
+    else:
+        assert data.tobytes() == np.asarray(page.values).tobytes() + np.asarray(page.scales).tobytes()
 
 
 def test_threads_turn_pages_to_bytes_and_back_beside_the_engines(runner: Runner) -> None:
@@ -94,7 +100,7 @@ def test_threads_turn_pages_to_bytes_and_back_beside_the_engines(runner: Runner)
 
 
 def test_bytes_of_another_size_are_no_page(runner: Runner) -> None:
-    with pytest.raises(ValueError, match="reshape"):
+    with pytest.raises(ValueError, match=f"one has {runner.page_bytes}"):
         runner.host_page(np.zeros(runner.page_bytes + 64, np.uint8))
 
 

@@ -27,6 +27,9 @@ STEPS = [
     ("smollm2", "step/16"),
     ("smollm2", "step/512"),
     ("smollm2-float32-kv", "step/16"),
+    ("smollm2-int8-kv", "step/1"),
+    ("smollm2-int8-kv", "step/512"),
+    ("llama3-8b-int8-kv", "step/16"),
     ("llama3-8b", "step/1"),
     ("llama3-8b", "step/64"),
     pytest.param("llama3-8b", "step/512", marks=pytest.mark.full),
@@ -40,6 +43,8 @@ TRANSFERS = [
     ("smollm2", 1),
     ("smollm2", 16),
     ("smollm2-float32-kv", 4),
+    ("smollm2-int8-kv", 16),
+    ("llama3-8b-int8-kv", 1),
     ("llama3-8b", 16),
 ]
 

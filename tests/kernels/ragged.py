@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from jkv.kernels.batch import StepBatch
-from jkv.kernels.kv_pool import PoolShape, stored_dtype, to_stored
+from jkv.kernels.kv_pool import KvArrays, PoolShape, stored_dtype, to_stored
 from jkv.kernels.xla_attention import (
     BATCH_INVARIANT_BLOCKS,
     BATCH_INVARIANT_CPU_OPTIONS,
@@ -139,12 +139,17 @@ def expected(shape: Shape, chunk: Chunk) -> np.ndarray:
 
 def _rounded(shape: Shape, rng: np.random.Generator, tokens: int, heads: int) -> np.ndarray:
     values = rng.normal(size=(tokens, heads, shape.head_dim)).astype(np.float32)
-    return values.astype(ml_dtypes.bfloat16).astype(np.float32) if shape.kv_dtype == "bfloat16" else values
+    if shape.kv_dtype == "bfloat16":
+        return values.astype(ml_dtypes.bfloat16).astype(np.float32)
+    if shape.kv_dtype == "int8":
+        steps, scales = _quantized(values)
+        return steps * scales[..., None]
+    return values
 
 
 @cache
 def _compiled(shape: Shape, blocks: AttentionBlocks) -> Callable[..., jax.Array]:
-    def run(q: jax.Array, pool: jax.Array, batch: StepBatch[jax.Array]) -> jax.Array:
+    def run(q: jax.Array, pool: KvArrays[jax.Array], batch: StepBatch[jax.Array]) -> jax.Array:
         return paged_attention(
             q,
             pool,
@@ -160,15 +165,29 @@ def _compiled(shape: Shape, blocks: AttentionBlocks) -> Callable[..., jax.Array]
     return jax.jit(run, compiler_options=options)
 
 
-def _poisoned_pool(shape: Shape, chunks: Sequence[Chunk]) -> jax.Array:
-    """The chunks' keys and values in their pages; NaN in every other row of every page and layer."""
-    pool = np.full(shape.pool.shape, np.nan, np.float32)
+def _poisoned_pool(shape: Shape, chunks: Sequence[Chunk]) -> KvArrays[jax.Array]:
+    """The chunks' keys and values in their pages; NaN in every other row of every page and layer, or as the
+    scale of every other int8.
+    """
+    pool = np.full((*shape.pool.shape[:2], 2 * shape.kv_heads, shape.head_dim), np.nan, np.float32)
     for chunk in chunks:
         where = np.arange(chunk.kv_len)
-        rows = np.stack([chunk.keys, chunk.values], axis=2).reshape(chunk.kv_len, -1)
+        rows = np.stack([chunk.keys, chunk.values], axis=2).reshape(chunk.kv_len, -1, shape.head_dim)
         page = _LAYER * shape.pool.pages + chunk.pages[where // shape.page_size]
         pool[page, where % shape.page_size] = rows
-    return to_stored(jnp.asarray(pool), shape.pool.dtype)
+    if not shape.pool.quantized:
+        rows = jnp.asarray(pool.reshape(shape.pool.shape))
+        return KvArrays(values=to_stored(rows, shape.pool.dtype), scales=None)
+    steps, scales = _quantized(pool)
+    by_head = scales.transpose(0, 2, 1).reshape(len(pool), -1)
+    return KvArrays(values=jnp.asarray(steps.reshape(shape.pool.shape)), scales=jnp.asarray(by_head))
+
+
+def _quantized(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """As `jkv.kernels.kv_pool.quantize`; NaN gives a scale of NaN."""
+    scales = np.abs(rows).max(axis=-1) / np.float32(127)
+    with np.errstate(invalid="ignore"):
+        return np.round(rows / scales[..., None]).astype(np.int8), scales
 
 
 def _batch(shape: Shape, chunks: Sequence[Chunk], tokens: int, decodes: int) -> StepBatch[np.ndarray]:

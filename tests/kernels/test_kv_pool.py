@@ -8,14 +8,22 @@ import numpy as np
 import pytest
 
 from jkv.kernels.batch import StepBatch
-from jkv.kernels.kv_pool import PoolShape, from_stored, stored_dtype, to_stored, write_kv
+from jkv.kernels.kv_pool import (
+    KvArrays,
+    PoolShape,
+    from_stored,
+    load_kv,
+    quantize,
+    stored_dtype,
+    to_stored,
+    write_kv,
+)
 
 _LAYERS, _PAGES, _PAGE_SIZE, _HEADS, _DIM = 3, 4, 8, 2, 16
 _DTYPES = ["float32", "float16", "bfloat16", "uint16"]
 
 
-@pytest.mark.parametrize("dtype", _DTYPES)
-@pytest.mark.parametrize(
+on_one_and_on_many_tokens = pytest.mark.parametrize(
     "targets",
     [
         [(2, 5)],
@@ -25,7 +33,12 @@ _DTYPES = ["float32", "float16", "bfloat16", "uint16"]
     ],
     ids=["one", "one masked", "some masked", "all masked"],
 )
-@pytest.mark.parametrize("layer", range(_LAYERS))
+in_every_layer = pytest.mark.parametrize("layer", range(_LAYERS))
+
+
+@pytest.mark.parametrize("dtype", _DTYPES)
+@on_one_and_on_many_tokens
+@in_every_layer
 def test_writes_its_rows_and_no_others(dtype: str, targets: list[tuple[int | None, int]], layer: int) -> None:
     shape = _shape(dtype)
     rng = np.random.default_rng(0)
@@ -41,20 +54,62 @@ def test_writes_its_rows_and_no_others(dtype: str, targets: list[tuple[int | Non
             want[layer * _PAGES + page, offset] = row.reshape(-1)
 
     run = jax.jit(partial(write_kv, pages=_PAGES))
+    pool = KvArrays(values=before, scales=None)
+    after = run(pool, jnp.int32(layer), keys=keys, values=values, batch=batch)
+    assert after.scales is None
+    assert after.values.dtype == before.dtype
+    assert np.array(after.values).tobytes() == want.tobytes()
+
+
+@on_one_and_on_many_tokens
+@in_every_layer
+def test_int8_is_written_with_its_scales_and_read_back(
+    targets: list[tuple[int | None, int]], layer: int
+) -> None:
+    shape = _shape("int8")
+    rng = np.random.default_rng(0)
+    before = jax.tree.map(
+        lambda x: jnp.asarray(rng.integers(-100, 100, x.shape), x.dtype), shape.abstract_pool()
+    )
+    keys, values = (jnp.asarray(rng.normal(size=(len(targets), _HEADS, _DIM)), jnp.float32) for _ in range(2))
+    batch = _writes([(_PAGES if page is None else page, offset) for page, offset in targets])
+
+    every_row = jnp.arange(_LAYERS * _PAGES)
+    want = np.array(load_kv(before, every_row)).reshape(_LAYERS, _PAGES, _PAGE_SIZE, -1)
+    steps, scales = quantize(jnp.stack([keys, values], axis=2))
+    for row, (page, offset) in zip(np.asarray(steps * scales[..., None]), targets, strict=True):
+        if page is not None:
+            want[layer, page, offset] = row.reshape(-1)
+
+    run = jax.jit(partial(write_kv, pages=_PAGES))
     after = run(before, jnp.int32(layer), keys=keys, values=values, batch=batch)
-    assert after.dtype == before.dtype
-    assert np.array(after).tobytes() == want.tobytes()
+    assert after.values.dtype == jnp.int8
+    assert np.array(load_kv(after, every_row)).tobytes() == want.tobytes()
+
+
+def test_int8_is_off_by_half_a_step_at_most_and_keeps_zeros_and_signs() -> None:
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=(50, 3, 64)) * np.exp(rng.normal(scale=5, size=(50, 3, 1)))
+    rows[7, 1] = 0
+    steps, scales = map(np.asarray, quantize(jnp.asarray(rows, jnp.float32)))
+    largest = np.abs(rows).max(axis=-1)
+    np.testing.assert_allclose(scales, largest / 127, rtol=1e-6)
+    assert (np.abs(steps * scales[..., None] - rows) <= 0.5001 * scales[..., None]).all()
+    assert (np.abs(steps).max(axis=-1) == np.where(largest > 0, 127, 0)).all()
+    negated, same = map(np.asarray, quantize(jnp.asarray(-rows, jnp.float32)))
+    assert (negated == -steps).all()
+    assert (same == scales).all()
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 16])
-@pytest.mark.parametrize("dtype", ["float32", "float16", stored_dtype("bfloat16", "cpu").name])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int8", stored_dtype("bfloat16", "cpu").name])
 def test_a_donated_pool_is_written_in_place(dtype: str, tokens: int) -> None:
     shape = _shape(dtype, pages=4096)
     pool_bytes = shape.page_bytes * shape.pages
     rows = jax.ShapeDtypeStruct((tokens, _HEADS, _DIM), jnp.float32)
     run = jax.jit(partial(write_kv, pages=shape.pages), donate_argnums=0)
     lowered = run.lower(
-        jax.ShapeDtypeStruct(shape.shape, shape.dtype),
+        shape.abstract_pool(),
         jax.ShapeDtypeStruct((), jnp.int32),
         keys=rows,
         values=rows,
@@ -78,9 +133,17 @@ def test_bfloat16_is_stored_as_its_bits_on_cpu_only() -> None:
     assert np.asarray(from_stored(stored)).tobytes() == np.asarray(rounded).tobytes()
 
 
-def test_page_bytes_are_those_of_the_array() -> None:
-    shape = _shape("float16")
-    assert shape.page_bytes * _PAGES == jnp.zeros(shape.shape, shape.dtype).nbytes
+@pytest.mark.parametrize("dtype", ["float16", "int8"])
+def test_page_bytes_are_those_of_the_arrays(dtype: str) -> None:
+    shape = _shape(dtype)
+    pool, page = (
+        sum(jnp.zeros(x.shape, x.dtype).nbytes for x in jax.tree.leaves(abstract))
+        for abstract in (shape.abstract_pool(), shape.abstract_page())
+    )
+    assert shape.page_bytes == page == pool // _PAGES
+    scales = 4 * _LAYERS * 2 * _HEADS * _PAGE_SIZE if dtype == "int8" else 0
+    item = jnp.dtype(dtype).itemsize
+    assert shape.page_bytes == _LAYERS * _PAGE_SIZE * 2 * _HEADS * _DIM * item + scales
 
 
 def _shape(dtype: str, pages: int = _PAGES) -> PoolShape:

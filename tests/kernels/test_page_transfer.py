@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jkv.kernels.kv_pool import PoolShape, stored_dtype, to_stored
+from jkv.kernels.kv_pool import KvArrays, PoolShape, stored_dtype
 from jkv.kernels.page_transfer import gather_pages, scatter_pages
 
 _LAYERS, _PAGES, _HEADS, _DIM = 3, 7, 2, 16
@@ -21,13 +21,15 @@ of_every_size = pytest.mark.parametrize("page_size", [8, 16, 64])
 def test_a_page_has_its_heads_in_front_then_its_layers_and_tokens(dtype: str, page_size: int) -> None:
     shape = _shape(dtype, page_size)
     pool = _pool(shape)
-    by_layer = np.asarray(pool).reshape(_LAYERS, _PAGES, page_size, _HEADS, 2 * _DIM)
+    values = np.asarray(pool.values).reshape(_LAYERS, _PAGES, page_size, _HEADS, 2 * _DIM)
     numbers = [5, 0, 6]
-    for array, number in zip(_gather(shape)(pool, np.array(numbers, np.int32)), numbers, strict=True):
-        assert array.shape == shape.page_shape
-        assert array.dtype == shape.dtype
-        assert array.nbytes == shape.page_bytes
-        assert (np.asarray(array) == by_layer[:, number].transpose(2, 0, 1, 3)).all()
+    for page, number in zip(_gather(shape)(pool, np.array(numbers, np.int32)), numbers, strict=True):
+        assert jax.eval_shape(lambda x: x, page) == shape.abstract_page()
+        assert page.nbytes == shape.page_bytes
+        assert (np.asarray(page.values) == values[:, number].transpose(2, 0, 1, 3)).all()
+        if pool.scales is not None:
+            scales = np.asarray(pool.scales).reshape(_LAYERS, _PAGES, _HEADS, 2 * page_size)
+            assert (np.asarray(page.scales) == scales[:, number].transpose(1, 0, 2)).all()
 
 
 @in_every_dtype
@@ -35,21 +37,21 @@ def test_a_page_has_its_heads_in_front_then_its_layers_and_tokens(dtype: str, pa
 def test_pages_are_put_back_where_asked_and_nothing_else_changes(dtype: str, page_size: int) -> None:
     shape = _shape(dtype, page_size)
     pool = _pool(shape)
-    arrays = _gather(shape)(pool, np.array([5, 0, 6], np.int32))
-    want = np.array(pool).reshape(_LAYERS, _PAGES, -1)
-    want[:, [2, 6, 0]] = want[:, [5, 0, 6]]
-    after = _scatter(shape)(pool, np.array([2, 6, 0], np.int32), *arrays)
-    assert after.dtype == pool.dtype
-    assert np.asarray(after).tobytes() == want.tobytes()
+    copies = _gather(shape)(pool, np.array([5, 0, 6], np.int32))
+    wants = [np.array(x).reshape(_LAYERS, _PAGES, -1) for x in jax.tree.leaves(pool)]
+    after = _scatter(shape)(pool, np.array([2, 6, 0], np.int32), *copies)
+    for array, want in zip(jax.tree.leaves(after), wants, strict=True):
+        want[:, [2, 6, 0]] = want[:, [5, 0, 6]]
+        assert array.dtype == want.dtype
+        assert np.asarray(array).tobytes() == want.tobytes()
 
 
 @in_every_dtype
 @pytest.mark.parametrize("count", [1, 4])
 def test_pages_move_without_a_copy_of_the_pool(dtype: str, count: int) -> None:
     shape = _shape(dtype, 64, pages=2048)
-    pool = jax.ShapeDtypeStruct(shape.shape, shape.dtype)
+    pool, pages = shape.abstract_pool(), [shape.abstract_page()] * count
     numbers = jax.ShapeDtypeStruct((count,), jnp.int32)
-    pages = [jax.ShapeDtypeStruct(shape.page_shape, shape.dtype)] * count
     gather = _gather(shape).lower(pool, numbers).compile().memory_analysis()
     scatter = _scatter(shape).lower(pool, numbers, *pages).compile().memory_analysis()
     assert gather is not None
@@ -70,9 +72,11 @@ def _shape(dtype: str, page_size: int, pages: int = _PAGES) -> PoolShape:
     )
 
 
-def _pool(shape: PoolShape) -> jax.Array:
-    values = np.random.default_rng(0).normal(scale=50, size=shape.shape).astype(np.float32)
-    return to_stored(jnp.asarray(values), shape.dtype)
+def _pool(shape: PoolShape) -> KvArrays[jax.Array]:
+    rng = np.random.default_rng(0)
+    return jax.tree.map(
+        lambda x: jnp.asarray(rng.integers(-100, 100, x.shape).astype(x.dtype)), shape.abstract_pool()
+    )
 
 
 def _gather(shape: PoolShape) -> jax.stages.Wrapped:

@@ -27,6 +27,8 @@ SHAPES = [
     Shape(heads=1, kv_heads=1, head_dim=16, page_size=8, window=100),
     Shape(heads=6, kv_heads=2, head_dim=64, page_size=16, window=130, kv_dtype="bfloat16"),
     Shape(heads=4, kv_heads=2, head_dim=16, page_size=64, kv_dtype="bfloat16"),
+    Shape(heads=9, kv_heads=3, head_dim=64, page_size=16, kv_dtype="int8"),
+    Shape(heads=4, kv_heads=1, head_dim=16, page_size=64, window=70, kv_dtype="int8"),
 ]
 
 lengths = st.one_of(st.sampled_from(_BORDERS), st.integers(1, MAX_TOKENS))
@@ -84,6 +86,7 @@ def test_bfloat16_queries_give_bfloat16_rows() -> None:
         Shape(heads=4, kv_heads=1, head_dim=16, page_size=16, window=150),
         Shape(heads=1, kv_heads=1, head_dim=64, page_size=8),
         Shape(heads=8, kv_heads=2, head_dim=16, page_size=16, kv_dtype="bfloat16"),
+        Shape(heads=9, kv_heads=3, head_dim=64, page_size=64, kv_dtype="int8"),
         Shape(heads=7, kv_heads=7, head_dim=72, page_size=16),
         Shape(heads=6, kv_heads=2, head_dim=32, page_size=256),
     ],
