@@ -91,6 +91,13 @@ class GenerationServicer(pb_grpc.GenerationServicer):
             deadline=deadline,
         )
         sequences = [(one, _stream(one, index, stops, backend)) for index, one in enumerate(requests)]
+        for one, stream in sequences:
+            stream.resume(one, backend.generator.info.eos_token_ids)
+        if all(stream.finish_reason is not None for _, stream in sequences):
+            for _, stream in sequences:
+                for chunk in stream.take():
+                    await context.write(chunk)
+            return
         names = {one.request_id for one in requests}
         self._live_ids |= names
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import aclosing
 
 from jkv.api import jkv_pb2 as pb
@@ -37,6 +37,7 @@ class SequenceStream:
         self._chunks: list[pb.GenerateChunk] = []
         self._completion_tokens = 0
         self._cached = CachedByTier()
+        self._begun = False
         self.finish_reason: FinishReason | None = None
         self.error = ""
 
@@ -66,6 +67,25 @@ class SequenceStream:
             self.error = output.error
             self._finish(FinishReason.STOP if self._flush() else output.finish_reason)
 
+    def resume(self, request: EngineRequest, eos: Collection[int]) -> None:
+        """Takes the tokens that another server has given out already, with their text; ends the sequence where
+        they complete it.
+        """
+        sampling, last = request.sampling, len(request.resumed) - 1
+        for position, token in enumerate(request.resumed):
+            self._completion_tokens += 1
+            ends = token in sampling.stop_token_ids or (token in eos and not sampling.ignore_eos)
+            stopped = False
+            if self._detokenizer is not None and not ends:
+                _, stopped = self._stops.push(self._detokenizer.push(token))
+            if stopped:
+                self._finish(FinishReason.STOP)
+                return
+            if ends or (position == last and self._completion_tokens >= sampling.max_tokens):
+                reason = FinishReason.STOP if ends else FinishReason.LENGTH
+                self._finish(FinishReason.STOP if self._flush() else reason)
+                return
+
     def take(self) -> list[pb.GenerateChunk]:
         """The chunks gathered since the last call."""
         chunks, self._chunks = self._chunks, []
@@ -74,6 +94,9 @@ class SequenceStream:
     def _open_chunk(self) -> pb.GenerateChunk:
         if not self._chunks or len(self._chunks[-1].token_ids) >= MAX_CHUNK_TOKENS:
             self._chunks.append(pb.GenerateChunk(index=self._index))
+            if not self._begun:
+                self._begun = True
+                self._chunks[-1].cached_by_tier.CopyFrom(_by_tier(self._cached))
         return self._chunks[-1]
 
     def _flush(self) -> bool:
@@ -99,9 +122,13 @@ class SequenceStream:
                 prompt_tokens=self._prompt_tokens,
                 completion_tokens=self._completion_tokens,
                 cached_tokens=cached.total,
-                cached_by_tier=pb.CachedByTier(l1=cached.l1, l2=cached.l2, l3=cached.l3, peer=cached.peer),
+                cached_by_tier=_by_tier(cached),
             )
         )
+
+
+def _by_tier(cached: CachedByTier) -> pb.CachedByTier:
+    return pb.CachedByTier(l1=cached.l1, l2=cached.l2, l3=cached.l3, peer=cached.peer)
 
 
 def _logprob(entry: Logprob) -> pb.TokenLogprob:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 from jkv.api import jkv_pb2 as pb
 from jkv.api.sampling import check_prompt_length, sampling_params, sequence_count
-from jkv.engine.request import EngineInfo, EngineRequest
+from jkv.engine.request import EngineInfo, EngineRequest, SamplingParams
 from jkv.errors import InvalidRequestError, UnknownModelError
 
 # Messages with an `input` of prompt or messages, and but for the second one token_ids.
@@ -92,6 +92,7 @@ def engine_requests(
     check_cache_salt(request.cache_salt)
     sampling = sampling_params(request.sampling, info, len(prompt_ids))
     count = sequence_count(request.sampling)
+    resumed = _resumed(request, field, count, sampling, info)
     ids = _request_ids(request.request_id, new_id, count, live_ids)
     return tuple(
         EngineRequest(
@@ -102,9 +103,31 @@ def engine_requests(
             no_cache=request.no_cache,
             priority=request.priority,
             deadline=deadline,
+            resumed=resumed,
         )
         for index in range(count)
     )
+
+
+def _resumed(
+    request: pb.GenerateRequest, field: str, count: int, sampling: SamplingParams, info: EngineInfo
+) -> tuple[int, ...]:
+    """The tokens of an answer to go on with, where it can be gone on with exactly."""
+    ids, name = tuple(request.resume_token_ids), "resume_token_ids"
+    if not ids:
+        return ids
+    if field != "token_ids":
+        raise InvalidRequestError(name, f"needs token_ids as the input, got {field}")
+    if count != 1:
+        raise InvalidRequestError(name, f"needs sampling.n to be 1, got {count}")
+    if sampling.temperature > 0 and sampling.seed is None:
+        raise InvalidRequestError(name, "needs sampling.seed, or a temperature of 0")
+    if len(ids) > sampling.max_tokens:
+        raise InvalidRequestError(
+            name, f"must have at most sampling.max_tokens {sampling.max_tokens} ids, has {len(ids)}"
+        )
+    check_token_ids(name, ids, info.vocab_size)
+    return ids
 
 
 def _offset_seed(seed: int | None, index: int) -> int | None:

@@ -230,7 +230,7 @@ class EngineLoop:
     def _commit(self, seq: Sequence, token: int, logprob: Logprob | None) -> None:
         if seq.finish_reason is not None:
             return  # it ended while this step was on its way
-        first = len(seq.tokens) == seq.prompt_len
+        first = len(seq.tokens) == seq.prompt_len + len(seq.request.resumed)
         if first:
             self._totals["prompt_tokens"] += seq.prompt_len
             self._totals["cached_tokens"] += seq.cached_tokens

@@ -274,7 +274,8 @@ class Scheduler:
         """Counts the pages that an admitted sequence got, and offers them to the lower tiers."""
         for tier, number, tokens in seq.hits:
             if not seq.preempted:
-                seq.cached[tier] = seq.cached.get(tier, 0) + tokens
+                of_prompt = min(tokens, max(0, seq.prompt_len - number * self.pool.page_size))
+                seq.cached[tier] = seq.cached.get(tier, 0) + of_prompt
             self.lower.count_hit(tier, tokens)
             info = seq.info(number, self.pool.page_size)
             self.offers.append(Offer(seq.pages[number], info, seq.prompt_len, used=True))

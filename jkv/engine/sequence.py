@@ -36,7 +36,7 @@ class Sequence:
     infos: list[PageInfo] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.tokens = list(self.request.prompt_ids)
+        self.tokens = [*self.request.prompt_ids, *self.request.resumed]
 
     @property
     def prompt_len(self) -> int:

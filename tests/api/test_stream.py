@@ -270,3 +270,46 @@ def test_a_slow_reader_gets_coalesced_chunks() -> None:
         assert len(chunks) < 15
 
     asyncio.run(scenario())
+
+
+@given(
+    text=st.text("ab\u00e9\u20ac\U0001f600", max_size=12),
+    stops=st.lists(st.text("ab\u00e9", min_size=1, max_size=3), max_size=2),
+    data=st.data(),
+)
+def test_an_answer_that_another_server_goes_on_with_reads_as_one(
+    text: str, stops: list[str], data: st.DataObject
+) -> None:
+    outputs = [_output(bytes([byte])) for byte in text.encode()]
+    outputs.append(TokenOutput(token_ids=(EOS,), finish_reason=FinishReason.STOP))
+    whole = _play(_stream(stops), outputs)
+    sent_tokens = _ids(whole)
+    cut = data.draw(st.integers(0, len(sent_tokens)))
+    first = [c for number, c in enumerate(whole) if len(_ids(whole[: number + 1])) <= cut]
+    second, resumed = _stream(stops), tuple(sent_tokens[:cut])
+    second.resume(_resumed_request(resumed), {EOS})
+    chunks = second.take()
+    if second.finish_reason is None:
+        chunks += _play(second, outputs[cut:])
+    assert _text(first) + _text(chunks) == _text(whole) or cut == len(sent_tokens)
+    assert [*resumed, *_ids(chunks)] == sent_tokens
+    assert chunks[-1].finish_reason == whole[-1].finish_reason
+    assert chunks[-1].usage.completion_tokens == whole[-1].usage.completion_tokens
+
+
+def _resumed_request(resumed: tuple[int, ...], max_tokens: int = 100) -> EngineRequest:
+    sampling = SamplingParams(max_tokens=max_tokens)
+    return EngineRequest(request_id="r", prompt_ids=(97,), sampling=sampling, resumed=resumed)
+
+
+def test_an_answer_that_is_complete_already_only_ends() -> None:
+    stream = _stream()
+    stream.resume(_resumed_request(tuple(b"abc"), max_tokens=3), {EOS})
+    (chunk,) = stream.take()
+    assert (chunk.text, chunk.finish_reason, chunk.usage.completion_tokens) == ("", "length", 3)
+
+
+def test_the_first_chunk_tells_what_was_cached() -> None:
+    chunks = _play(_stream(), [_output("a"), _output("b"), _output("c", FinishReason.STOP)])
+    assert (chunks[0].cached_by_tier.l1, chunks[0].cached_by_tier.l3) == (2, 3)
+    assert not any(chunk.HasField("cached_by_tier") for chunk in chunks[1:])

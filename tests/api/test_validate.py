@@ -239,3 +239,26 @@ def test_only_the_served_model_is_known() -> None:
     check_model("m", "m")
     with pytest.raises(UnknownModelError, match="model: 'x' is not served here; this server has 'm'"):
         check_model("x", "m")
+
+
+@pytest.mark.parametrize(
+    ("fields", "sampling", "message"),
+    [
+        ({"prompt": "a"}, {}, "needs token_ids as the input, got prompt"),
+        ({}, {"n": 2}, "needs sampling.n to be 1, got 2"),
+        ({}, {"temperature": 0.5}, "needs sampling.seed"),
+        ({}, {"max_tokens": 1}, "at most sampling.max_tokens 1 ids, has 2"),
+        ({"resume_token_ids": [1, 10**6]}, {}, r"resume_token_ids\[1\]: must be below"),
+    ],
+)
+def test_an_answer_can_only_be_resumed_exactly(
+    fields: dict[str, Any], sampling: dict[str, Any], message: str
+) -> None:
+    given_fields = {"token_ids": pb.TokenIds(ids=[1]), "resume_token_ids": [1, 2], **fields}
+    if "prompt" in given_fields:
+        del given_fields["token_ids"]
+    request = pb.GenerateRequest(
+        **given_fields, sampling=pb.Sampling(**{"temperature": 0, "max_tokens": 5, **sampling})
+    )
+    with pytest.raises(InvalidRequestError, match=message):
+        engine_requests(request, (1,), INFO, new_id="new", live_ids=())
