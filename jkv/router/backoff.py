@@ -6,8 +6,8 @@ import random
 
 
 class Backoff:
-    """Delays that double from `first` to `most` seconds, each shortened by up to a half, so that the clients of
-    a server that comes back do not come all at once.
+    """Delays that double from `first` to `most` seconds, each shortened by up to a half, so that the clients
+    of a server that comes back do not come all at once.
     """
 
     def __init__(self, *, first: float, most: float) -> None:

@@ -84,7 +84,7 @@ class WatchBatch:
 
 
 class Etcd:
-    """All methods raise `EtcdError` or one of its kinds, within `timeout_s` per member; none is tried again but
+    """All methods raise `EtcdError` or one of its kinds, within `timeout_s` per member; none tries again, but
     with the next member. Belongs to the event loop of its first call.
     """
 
@@ -138,7 +138,7 @@ class Etcd:
     async def txn(
         self, compares: Sequence[pb.Compare], then: Sequence[Op], otherwise: Sequence[Op] = ()
     ) -> TxnResult:
-        """`then` if all compares hold, else `otherwise`; all at once. etcd takes 128 operations by default."""
+        """`then` if all compares hold, else `otherwise`; all at once. etcd takes 128 operations at most."""
         request = ops.txn_request(compares, then, otherwise)
         return ops.txn_result(await self._call("KV/Txn", request, pb.TxnResponse))
 

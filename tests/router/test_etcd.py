@@ -32,6 +32,17 @@ def with_client(options: EtcdOptions, play: Callable[[Etcd], Awaitable[T]]) -> T
     return asyncio.run(run())
 
 
+async def once_up(call: Callable[[], Awaitable[T]]) -> T:
+    """The result of a call that is repeated while etcd starts."""
+    end = time.monotonic() + 20
+    while True:
+        try:
+            return await call()
+        except ops.EtcdUnavailableError:
+            assert time.monotonic() < end
+            await asyncio.sleep(0.05)
+
+
 def test_transactions_and_their_conditions(shared_etcd: EtcdServer, cluster: str) -> None:
     key, prefix = f"/{cluster}/a/1", f"/{cluster}/a/"
 
@@ -151,14 +162,7 @@ def test_a_killed_etcd_is_found_again(own_etcd: EtcdServer) -> None:
         with pytest.raises(ops.EtcdUnavailableError):
             await etcd.get("/k")
         own_etcd.start()
-        end = time.monotonic() + 10
-        while True:
-            try:
-                found = await etcd.get("/k")
-                break
-            except ops.EtcdUnavailableError:
-                assert time.monotonic() < end
-                await asyncio.sleep(0.05)
+        found = await once_up(lambda: etcd.get("/k"))
         assert found is not None
         assert found.value == b"1"
 
@@ -195,13 +199,7 @@ def test_passwords(own_etcd: EtcdServer) -> None:
         await put(etcd)
         own_etcd.kill()  # forgets who has logged in
         own_etcd.start(wait=False)
-        end = time.monotonic() + 20
-        while True:
-            try:
-                return await put(etcd)
-            except ops.EtcdUnavailableError:
-                assert time.monotonic() < end
-                await asyncio.sleep(0.05)
+        await once_up(lambda: put(etcd))
 
     async def watched(etcd: Etcd) -> None:
         watch = etcd.watch("/jkv/", 0)
@@ -248,7 +246,8 @@ def test_tls_both_ways(tmp_path: Path) -> None:
 
     with etcd_server(tmp_path / "etcd", *flags, scheme="https") as server:
         endpoints = (server.address,)
-        with_client(EtcdOptions(endpoints=endpoints, ca=ca, cert=cert, key=key), put)
+        right = EtcdOptions(endpoints=endpoints, ca=ca, cert=cert, key=key)
+        with_client(right, lambda etcd: once_up(lambda: put(etcd)))
         for wrong in (EtcdOptions(endpoints=endpoints), EtcdOptions(endpoints=endpoints, ca=ca)):
             with pytest.raises(ops.EtcdUnavailableError):
                 with_client(wrong, put)
