@@ -452,6 +452,7 @@ def test_reflection_describes_the_service() -> None:
             assert names == {
                 SERVICE,
                 CACHE_SERVICE,
+                "jkv.v1.Replica",
                 "grpc.health.v1.Health",
                 "grpc.reflection.v1alpha.ServerReflection",
             }
