@@ -24,6 +24,7 @@ ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v6e-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",  # there is no chip that two processes could fight over
 }
 _TOPOLOGY = "v6e:2x2"
 
