@@ -1,0 +1,284 @@
+"""The global index: which engine holds which page, in which tiers. Pure: no I/O, no clock.
+
+A holder is an engine, or an owner of L3 pages whose engine is away; an engine may read the L3 pages of others
+too, where they share a store. A prompt's pages are a chain, and one that lacks a page cannot use those after
+it. Nothing says that a holder has no holes: tiers evict leaves first, each for itself, but writes to L3 may
+be dropped, and changes come in any order. So a prefix ends at the first page that no tier of the engine has,
+which is not what a binary search would find. All pages of a prompt are looked up at once instead.
+
+Pages are known by the first 8 bytes of their keys. Among ten million pages a page that is not there is taken
+for another with probability 5e-13, and two of them are confused with probability 3e-6; what follows is a
+request sent to the wrong engine, which compares whole keys and tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jkv.cache.keys import KEY_BYTES
+from jkv.cache.pages import Tier
+from jkv.router.holders import ALL_TIERS, TIERS, Holders, single
+from jkv.router.page_table import PageTable
+
+_BIT = {tier: number for number, tier in enumerate(Tier)}  # the nearest tier first, as in Holders
+_SWEPT_AT_ONCE = 4096  # slots: less than a millisecond
+_LOOKED_UP_AT_ONCE = 256  # pages of a prompt
+
+Array = np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Match:
+    """The longest prefix of a prompt that an engine can use, its pages counted in the nearest tier."""
+
+    l1: int = 0
+    l2: int = 0
+    l3: int = 0
+
+    @property
+    def pages(self) -> int:
+        return self.l1 + self.l2 + self.l3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TierDigest:
+    """How many pages, and the exclusive or of the first 8 bytes of their keys, little-endian."""
+
+    pages: int
+    checksum: int
+
+
+class HolderPages:
+    """What the index has of one holder. Keys are of 16 bytes each, back to back.
+
+    A call takes time by its keys, about a millisecond for a thousand; `clear` and `drop` take none.
+    """
+
+    def __init__(self, index: GlobalIndex) -> None:
+        self._index = index
+        # Under which number its pages of each tier are filed; a tier that was cleared gets another one.
+        self._numbers: list[int | None] = [None] * TIERS
+        self._checksums = [0] * TIERS
+
+    def update(self, tier: Tier, added: bytes, removed: bytes) -> None:
+        """Forgets the removed keys, then files the added ones, whichever it had before.
+
+        Raises:
+            JkvError: the index is full.
+        """
+        bit = _BIT[tier]
+        if removed and (number := self._numbers[bit]) is not None:
+            self._checksums[bit] ^= self._index._remove(number, bit, np.unique(_hashes(removed)))
+        if added:
+            self._checksums[bit] ^= self._index._add(self._number(bit), bit, np.unique(_hashes(added)))
+        self._index.sweep()
+
+    def clear(self, tiers: Sequence[Tier]) -> None:
+        """Forgets these tiers at once; what they take in memory is given back bit by bit."""
+        for bit in (_BIT[tier] for tier in tiers):
+            if (number := self._numbers[bit]) is not None:
+                self._index._forget(number, bit)
+            self._numbers[bit], self._checksums[bit] = None, 0
+
+    def digest(self) -> dict[Tier, TierDigest]:
+        """Of each tier, to compare with the engine's own."""
+        return {
+            tier: TierDigest(pages=self._index._count(self._numbers[bit], bit), checksum=self._checksums[bit])
+            for tier, bit in _BIT.items()
+        }
+
+    def _number(self, bit: int) -> int:
+        known = self._numbers[bit]
+        if known is None:
+            used = next((number for number in self._numbers if number is not None), None)
+            known = self._index._take_number(bit, used)
+            self._numbers[bit] = known
+        return known
+
+
+class GlobalIndex:
+    """Holders by name. Owner: one thread."""
+
+    def __init__(self) -> None:
+        self._table, self._holders = PageTable(), Holders()
+        self._members: dict[str, HolderPages] = {}
+        # By number: the tiers that are in use, as bits, and how many pages are filed in each, in use or not.
+        self._kept = np.zeros(0, np.uint8)
+        self._filed = np.zeros((0, TIERS), np.int64)
+        self._cursor = 0
+
+    @property
+    def pages(self) -> int:
+        """Different ones, those included that nobody holds any more and that have not been swept yet."""
+        return self._table.used
+
+    @property
+    def nbytes(self) -> int:
+        """Memory in use."""
+        return self._table.nbytes + self._holders.nbytes
+
+    def holder(self, name: str) -> HolderPages:
+        """What is known of a holder, which is there from now on."""
+        return self._members.setdefault(name, HolderPages(self))
+
+    def drop(self, name: str) -> None:
+        """Forgets a holder, and all that it held."""
+        if (member := self._members.pop(name, None)) is not None:
+            member.clear(tuple(Tier))
+
+    def match(
+        self, keys: bytes, engines: Sequence[str], shared_l3: Mapping[str, Sequence[str]] | None = None
+    ) -> dict[str, Match]:
+        """How much of a prompt each of these engines has; `keys` are those of its full pages, in order.
+
+        `shared_l3` names for an engine the other holders whose L3 pages it can read.
+        """
+        if not engines:
+            return {}
+        held = self._held(_hashes(keys))
+        have = np.zeros((len(held), len(engines)), np.uint8)
+        for bit in range(TIERS):
+            numbers = {
+                column: number
+                for column, engine in enumerate(engines)
+                if (number := self._number_of(engine, bit)) is not None
+            }
+            have[:, list(numbers)] |= held[:, list(numbers.values())] & np.uint8(1 << bit)
+        if shared_l3:
+            self._add_shared(held, have, engines, shared_l3)
+        return dict(zip(engines, _prefixes(have), strict=True))
+
+    def sweep(self) -> bool:
+        """Gives back a little of what forgotten tiers take; whether there may be more. Call it when idle."""
+        unused = (self._kept[:, None] >> np.arange(TIERS, dtype=np.uint8) & 1) == 0
+        if not self._filed[unused].any():
+            return False
+        if self._cursor >= self._table.slots:
+            self._cursor = 0
+        slots = self._cursor + np.flatnonzero(
+            self._table.values[self._cursor : self._cursor + _SWEPT_AT_ONCE]
+        )
+        self._cursor += _SWEPT_AT_ONCE
+        self._keep(slots)
+        return True
+
+    def check(self) -> None:
+        """Raises AssertionError where the index contradicts itself."""
+        self._table.check()
+        values = self._table.values[np.flatnonzero(self._table.keys)]
+        self._holders.check(values)
+        bits = self._holders.matrix(values, len(self._kept))
+        assert (bits.any(1)).all()
+        for tier in range(TIERS):
+            assert ((bits >> tier & 1).sum(0) == self._filed[:, tier]).all()
+
+    def _number_of(self, engine: str, bit: int) -> int | None:
+        member = self._members.get(engine)
+        return None if member is None else member._numbers[bit]
+
+    def _held(self, hashes: Array) -> Array:
+        """Tiers by holder's number as bits, uint8 [pages, numbers], up to the first page that is unknown."""
+        found = list(self._look_up(hashes))
+        values = np.concatenate(found) if found else np.zeros(0, np.uint32)
+        return self._holders.matrix(values, len(self._kept))
+
+    def _look_up(self, hashes: Array) -> Iterator[Array]:
+        for start in range(0, len(hashes), _LOOKED_UP_AT_ONCE):
+            slots = self._table.find(hashes[start : start + _LOOKED_UP_AT_ONCE])
+            missing = np.flatnonzero(slots < 0)
+            if len(missing):
+                slots = slots[: missing[0]]
+            yield self._table.values[slots]
+            if len(missing):
+                return
+
+    def _add_shared(
+        self, held: Array, have: Array, engines: Sequence[str], shared_l3: Mapping[str, Sequence[str]]
+    ) -> None:
+        """Adds the L3 pages of others; engines that read the same stores are treated as one."""
+        bit = _BIT[Tier.L3]
+        groups: dict[tuple[str, ...], list[int]] = {}
+        for column, engine in enumerate(engines):
+            if others := shared_l3.get(engine):
+                groups.setdefault(tuple(others), []).append(column)
+        for others, columns in groups.items():
+            numbers = [number for other in others if (number := self._number_of(other, bit)) is not None]
+            readable = np.any(held[:, numbers] & np.uint8(1 << bit), axis=1)
+            have[:, columns] |= readable[:, None].astype(np.uint8) << np.uint8(bit)
+
+    def _add(self, number: int, tier: int, hashes: Array) -> int:
+        """Files pages; returns the exclusive or of those that are new there."""
+        slots = self._table.find(hashes)
+        if self._table.reserve(int((slots < 0).sum())):  # fails before anything is changed
+            slots = self._table.find(hashes)
+        known = slots >= 0
+        old = self._keep(slots[known])
+        left = old != 0
+        # Of the others nobody held any more; their slots are free again.
+        known[known] = left
+        old, slots = old[left], slots[known]
+        had = (self._holders.bits(old, number) & 1 << tier) != 0
+        self._table.values[slots[~had]] = self._holders.add(old[~had], number, tier)
+        fresh = hashes[~known]
+        self._table.insert(fresh, np.full(len(fresh), single(number, tier), np.uint32))
+        new = np.concatenate((hashes[known][~had], fresh))
+        self._filed[number, tier] += len(new)
+        return int(np.bitwise_xor.reduce(new))
+
+    def _remove(self, number: int, tier: int, hashes: Array) -> int:
+        """Forgets pages; returns the exclusive or of those that were there."""
+        slots = self._table.find(hashes)
+        found = slots >= 0
+        hashes, slots = hashes[found], slots[found]
+        had = (self._holders.bits(self._table.values[slots], number) & 1 << tier) != 0
+        hashes, slots = hashes[had], slots[had]
+        self._store(slots, self._holders.remove(self._table.values[slots], number, tier))
+        self._filed[number, tier] -= len(slots)
+        return int(np.bitwise_xor.reduce(hashes))
+
+    def _keep(self, slots: Array) -> Array:
+        """Clears forgotten tiers out of these slots; returns what is left there, 0 where nothing is."""
+        values, lost = self._holders.keep(self._table.values[slots], self._kept)
+        self._store(slots, values)
+        self._filed -= lost
+        return values
+
+    def _store(self, slots: Array, values: Array) -> None:
+        self._table.values[slots] = values
+        self._table.remove(slots[values == 0])
+
+    def _take_number(self, tier: int, used: int | None) -> int:
+        """A number for a holder's pages of a tier: the one of its other tiers, unless old pages have it."""
+        if used is None or self._filed[used, tier]:
+            free = np.flatnonzero((self._kept == 0) & (self._filed == 0).all(1))
+            used = int(free[0]) if len(free) else len(self._kept)
+            if not len(free):
+                self._kept = np.append(self._kept, np.uint8(0))
+                self._filed = np.concatenate((self._filed, np.zeros((1, TIERS), np.int64)))
+        self._kept[used] |= 1 << tier
+        return used
+
+    def _forget(self, number: int, tier: int) -> None:
+        self._kept[number] &= ALL_TIERS & ~(1 << tier)
+
+    def _count(self, number: int | None, tier: int) -> int:
+        return 0 if number is None else int(self._filed[number, tier])
+
+
+def _hashes(keys: bytes) -> Array:
+    """What pages are known by, in order."""
+    if len(keys) % KEY_BYTES:
+        raise ValueError(f"keys are of {KEY_BYTES} bytes each, got {len(keys)} bytes")
+    hashes = np.frombuffer(keys, "<u8")[::2].astype(np.uint64, copy=False)
+    return np.maximum(hashes, np.uint64(1))  # 0 marks free slots
+
+
+def _prefixes(have: Array) -> list[Match]:
+    """From tiers as bits, [pages, engines]."""
+    lengths = np.logical_and.accumulate(have != 0, axis=0)
+    nearest = np.where(lengths, have & (~have + np.uint8(1)), 0)  # the lowest bit
+    counts = [(nearest == 1 << bit).sum(0).tolist() for bit in range(TIERS)]
+    return [Match(l1=l1, l2=l2, l3=l3) for l1, l2, l3 in zip(*counts, strict=True)]
