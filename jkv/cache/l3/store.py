@@ -57,7 +57,7 @@ class ReadOutcome:
 class WriteOutcome:
     page: StoredPage
     reason: Reason | None
-    seconds: float  # encoding and writing, without the time in the queue or for the budget
+    seconds: float  # encoding and writing, without waiting: in the queue, for the budget, for the data
     bytes: int  # written
 
 
@@ -166,12 +166,11 @@ class PageStore:
         page = self.page(info)
 
         def job() -> None:
-            reason = self._admit_write()
-            started = time.perf_counter()
+            reason, seconds = self._admit_write(), 0.0
             if reason is None:
-                reason = self._write(page, info, data)
+                reason, seconds = self._write(page, info, data)
             size = 0 if reason else self._identity.object_bytes
-            done(WriteOutcome(page, reason, time.perf_counter() - started, size))
+            done(WriteOutcome(page, reason, seconds, size))
 
         if not self._submit(self._writer(page), job):
             done(WriteOutcome(page, Reason.CLOSED, 0.0, 0))
@@ -286,17 +285,23 @@ class PageStore:
         self._closing.wait(delay)
         return None
 
-    def _write(self, page: StoredPage, info: PageInfo, data: Callable[[], np.ndarray]) -> Reason | None:
+    def _write(
+        self, page: StoredPage, info: PageInfo, data: Callable[[], np.ndarray]
+    ) -> tuple[Reason | None, float]:
+        reason: Reason | None = None
+        started = time.perf_counter()
         try:
-            self._pages.write(page.name, format.encode(self._identity, info, data())).result()
+            payload = data()  # which may wait for the step that computes it
+            started = time.perf_counter()
+            self._pages.write(page.name, format.encode(self._identity, info, payload)).result()
         except ObjectError as error:
             _log.debug("L3 page %s was not written: %s", page.name, error)
             self._delete(page)  # an fsync may have failed after the object was published
-            return error.reason
+            reason = error.reason
         except Exception:
             _log.exception("L3 page %s was not written", page.name)
-            return Reason.IO
-        return None
+            reason = Reason.IO
+        return reason, time.perf_counter() - started
 
     def _delete(self, page: StoredPage) -> bool:
         try:

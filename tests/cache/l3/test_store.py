@@ -274,3 +274,18 @@ def test_ten_thousand_pages_are_listed_quickly(tmp_path: Path) -> None:
     assert len(again.list().own) == 10_000
     assert time.perf_counter() - started < 2.0
     again.close()
+
+
+def test_a_writes_time_is_without_that_for_its_data(tmp_path: Path) -> None:
+    store, (info,) = open_store(tmp_path, MODEL), chain(MODEL, 1)
+    outcomes: queue.SimpleQueue[WriteOutcome] = queue.SimpleQueue()
+
+    def late() -> np.ndarray:
+        time.sleep(0.5)
+        return content(MODEL, info)
+
+    store.write(info, late, outcomes.put)
+    outcome = outcomes.get(timeout=WAIT_S)
+    assert outcome.reason is None
+    assert 0 < outcome.seconds < 0.4
+    store.close()
