@@ -204,7 +204,8 @@ class LowerTiers:
         if now < load.late_at:
             return PageState.COMING
         self.counts.late_loads += 1
-        if page is not None:
+        if page is not None and self.disk is not None:
+            self.disk.errors[f"read_{Reason.LATE.value}"] += 1
             self.reading.failed()
         load.end = number
         return PageState.ABSENT

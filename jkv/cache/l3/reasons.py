@@ -17,5 +17,6 @@ class Reason(StrEnum):
     NO_SPACE = "no_space"  # the file system or the quota is full
     READ_ONLY = "read_only"  # the store may not be written, or no longer by this owner
     BUDGET = "budget"  # the daily write budget is spent
+    LATE = "late"  # it had not come when it would have been of use
     CANCELLED = "cancelled"
     CLOSED = "closed"
