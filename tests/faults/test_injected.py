@@ -42,11 +42,11 @@ def test_reads_that_are_slow_but_in_time(subject: Tiered, new_prompt: NewPrompt)
 
 
 def test_reads_that_hang(subject: Tiered, new_prompt: NewPrompt) -> None:
-    """No read keeps a request, or its pages; who gave up waiting is no error of the disk's."""
+    """No read keeps a request, or its pages."""
     prompt, other = new_prompt(8), new_prompt(5)
     expected = subject.store_prompt(prompt)
     late = subject.stats().late_loads
-    with subject.counting(), subject.faults.of(read_slow=1.0, slow_s=3600):
+    with subject.counting("read_late"), subject.faults.of(read_slow=1.0, slow_s=3600):
         right(subject.ask(prompt), expected)
         right(subject.ask(other), subject.cold(other))
         subject.is_idle_and_empty()
