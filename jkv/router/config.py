@@ -34,7 +34,7 @@ class RouterConfig(ClusterConfig):
         "cache-aware",
         group=_ROUTING,
         choices=POLICIES,
-        help="which engine a request goes to: the one that is expected to answer soonest, or others, to compare",
+        help="which engine a request goes to: the one expected to answer soonest, or another one, to compare",
     )
     max_in_flight: int = flag(
         4096, group=_ROUTING, minimum=1, help="requests at a time; one more is refused as overload"
@@ -44,8 +44,8 @@ class RouterConfig(ClusterConfig):
         group=_ROUTING,
         metavar="SECONDS",
         minimum=0.1,
-        help="an engine that is silent for this long gets no new requests; after twice that, those it has go on "
-        "elsewhere",
+        help="an engine that is silent for this long gets no new requests; after twice that, those it has go "
+        "on elsewhere",
     )
 
     host: str = flag("127.0.0.1", group=_SERVER, help="address to listen on; 0.0.0.0 for all of IPv4")
