@@ -71,9 +71,9 @@ class HolderPages:
         """
         bit = _BIT[tier]
         if removed and (number := self._numbers[bit]) is not None:
-            self._checksums[bit] ^= self._index._remove(number, bit, np.unique(_hashes(removed)))
+            self._checksums[bit] ^= self._index._remove(number, bit, np.unique(page_hashes(removed)))
         if added:
-            self._checksums[bit] ^= self._index._add(self._number(bit), bit, np.unique(_hashes(added)))
+            self._checksums[bit] ^= self._index._add(self._number(bit), bit, np.unique(page_hashes(added)))
         self._index.sweep()
 
     def clear(self, tiers: Sequence[Tier]) -> None:
@@ -130,15 +130,15 @@ class GlobalIndex:
             member.clear(tuple(Tier))
 
     def match(
-        self, keys: bytes, engines: Sequence[str], shared_l3: Mapping[str, Sequence[str]] | None = None
+        self, pages: Array, engines: Sequence[str], shared_l3: Mapping[str, Sequence[str]] | None = None
     ) -> dict[str, Match]:
-        """How much of a prompt each of these engines has; `keys` are those of its full pages, in order.
+        """How much of a prompt each of these engines has; `pages` are its full ones, see `page_hashes`.
 
         `shared_l3` names for an engine the other holders whose L3 pages it can read.
         """
         if not engines:
             return {}
-        held = self._held(_hashes(keys))
+        held = self._held(pages)
         have = np.zeros((len(held), len(engines)), np.uint8)
         for bit in range(TIERS):
             numbers = {
@@ -268,8 +268,8 @@ class GlobalIndex:
         return 0 if number is None else int(self._filed[number, tier])
 
 
-def _hashes(keys: bytes) -> Array:
-    """What pages are known by, in order."""
+def page_hashes(keys: bytes) -> Array:
+    """What pages are known by: uint64, in order of their keys, which are of 16 bytes each, back to back."""
     if len(keys) % KEY_BYTES:
         raise ValueError(f"keys are of {KEY_BYTES} bytes each, got {len(keys)} bytes")
     hashes = np.frombuffer(keys, "<u8")[::2].astype(np.uint64, copy=False)

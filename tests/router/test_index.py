@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from jkv.cache.keys import page_keys
 from jkv.cache.pages import Tier
-from jkv.router.index import GlobalIndex, Match, TierDigest
+from jkv.router.index import GlobalIndex, Match, TierDigest, page_hashes
 
 ENGINES = [f"engine-{number}" for number in range(70)]  # more than one word of bits
 _FEW = [*ENGINES[:3], ENGINES[66], ENGINES[69]]
@@ -82,7 +82,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(chain=st.sampled_from(_CHAINS), shared=st.dictionaries(engines, st.lists(engines, max_size=3)))
     def match(self, chain: list[bytes], shared: dict[str, list[str]]) -> None:
-        found = self.index.match(_packed(chain), _FEW, shared)
+        found = self.index.match(page_hashes(_packed(chain)), _FEW, shared)
         assert found == {e: _expected(self.held, e, shared.get(e, []), chain) for e in _FEW}
 
     @invariant()
@@ -105,12 +105,12 @@ def test_a_prefix_ends_at_the_first_page_that_is_nowhere() -> None:
     index.holder("a").update(Tier.L1, _packed(chain[:3] + chain[6:9]), b"")
     index.holder("a").update(Tier.L2, _packed(chain[2:5]), b"")
     index.holder("b").update(Tier.L3, _packed(chain[1:]), b"")
-    assert index.match(_packed(chain), ["a", "b", "c"]) == {
+    assert index.match(page_hashes(_packed(chain)), ["a", "b", "c"]) == {
         "a": Match(l1=3, l2=2),
         "b": Match(),
         "c": Match(),
     }
-    shared = index.match(_packed(chain), ["a", "b", "c"], {"a": ["b"]})
+    shared = index.match(page_hashes(_packed(chain)), ["a", "b", "c"], {"a": ["b"]})
     assert shared["a"] == Match(l1=6, l2=2, l3=4)
     assert shared["a"].pages == 12
 
@@ -121,7 +121,7 @@ def test_prompts_of_any_length_match(held: int, asked: int) -> None:
     chain = page_keys(b"r" * 16, range(700), 1)
     index = GlobalIndex()
     index.holder("a").update(Tier.L2, _packed(chain[:held]), b"")
-    assert index.match(_packed(chain[:asked]), ["a"])["a"] == Match(l2=min(held, asked))
+    assert index.match(page_hashes(_packed(chain[:asked])), ["a"])["a"] == Match(l2=min(held, asked))
 
 
 def test_pages_that_all_engines_share_cost_one_slot_and_one_row() -> None:

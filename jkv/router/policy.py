@@ -1,0 +1,104 @@
+"""Which engine gets a request. Pure; every policy sees every engine that may get it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from jkv.router.score import Candidate, EngineScore, score
+
+# Engines whose expected times differ by less than it takes to compute this many pages are equally good.
+_NEAR_PAGES = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """The scores of all candidates, in their order, which of them was chosen, and why."""
+
+    scores: Sequence[EngineScore]
+    chosen: int
+    why: str
+
+    @property
+    def score(self) -> EngineScore:
+        return self.scores[self.chosen]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ballot:
+    """What a policy chooses from; `near_s` are seconds that make no difference."""
+
+    candidates: Sequence[Candidate]
+    scores: Sequence[EngineScore]
+    near_s: float
+
+    def least_loaded(self, among: Iterable[int]) -> int:
+        """Of equally loaded ones, that which has not been chosen for the longest time."""
+        return min(
+            among,
+            key=lambda i: (
+                self.scores[i].queue_s,
+                self.candidates[i].requests,
+                self.candidates[i].chosen_at,
+            ),
+        )
+
+
+class Policy(Protocol):
+    def __call__(self, ballot: Ballot) -> tuple[int, str]:
+        """The number of a candidate, and why it is this one."""
+        ...
+
+
+def cache_aware(ballot: Ballot) -> tuple[int, str]:
+    """The shortest expected time to the first token; of near ones, the least loaded."""
+    times = [one.ttft_s for one in ballot.scores]
+    best = min(times)
+    near = [number for number, time in enumerate(times) if time <= best + ballot.near_s]
+    if len(near) == 1:
+        return near[0], "the shortest expected time to the first token"
+    return ballot.least_loaded(near), f"the least loaded of {len(near)} whose expected times are near"
+
+
+def least_loaded(ballot: Ballot) -> tuple[int, str]:
+    """The shortest queue, whatever is cached."""
+    return ballot.least_loaded(range(len(ballot.candidates))), "the least loaded"
+
+
+def round_robin(ballot: Ballot) -> tuple[int, str]:
+    """Each in its turn."""
+    turns = [candidate.chosen_at for candidate in ballot.candidates]
+    return turns.index(min(turns)), "its turn"
+
+
+class RandomChoice:
+    """Any."""
+
+    def __init__(self, seed: int | None = None) -> None:
+        self._random = random.Random(seed)
+
+    def __call__(self, ballot: Ballot) -> tuple[int, str]:
+        return self._random.randrange(len(ballot.candidates)), "at random"
+
+
+def policy(name: str, seed: int | None = None) -> Policy:
+    """A policy by its name, one of `POLICIES`; `seed` makes `random` repeatable."""
+    return RandomChoice(seed) if name == "random" else _FIXED[name]
+
+
+def choose(policy: Policy, candidates: Sequence[Candidate], prompt_tokens: int, page_size: int) -> Choice:
+    """One of the candidates, of which there is at least one."""
+    scores = score(candidates, prompt_tokens, page_size)
+    near_s = _NEAR_PAGES * page_size * min(one.token_s for one in scores)
+    chosen, why = policy(Ballot(candidates=candidates, scores=scores, near_s=near_s))
+    return Choice(scores=scores, chosen=chosen, why=why)
+
+
+_FIXED: dict[str, Policy] = {
+    "cache-aware": cache_aware,
+    "least-loaded": least_loaded,
+    "round-robin": round_robin,
+}
+POLICIES = (*_FIXED, "random")

@@ -1,0 +1,136 @@
+"""Expected seconds to a prompt's first token, for every engine that may get it. Pure.
+
+    queue    until the engine turns to it: prompt tokens ahead, or slots that have to become free
+    load     bytes in each tier below L1 / the tier's measured speed, unless computing them is faster
+    prefill  the tokens of the prompt that nobody has computed / the measured speed
+
+What has not been measured yet is taken from the other engines, or from a guess, the same for all of them.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from jkv.router.index import Match
+from jkv.router.load import LoadReport
+
+# Before anything was measured anywhere; only how they compare matters then.
+_PREFILL_TOKENS_PER_S = 2000.0
+_L2_BYTES_PER_S = 4 * 2.0**30
+_L3_BYTES_PER_S = 2.0**30
+_SLOT_S = 1.0
+# Speeds closer than this to the median are the median: so much do measurements of equal machines differ, and a
+# few percent would otherwise send every request to the same one.
+_ALIKE = 1.5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """An engine that may get a request, and how much of its prompt the engine has or will have.
+
+    `requests` and `prefill_tokens` are what it has to do first (`jkv.router.load`). `coming_pages` are of the
+    prompt's start, in prompts that the engine will have computed when it turns to this one.
+    """
+
+    id: str
+    report: LoadReport
+    requests: int
+    prefill_tokens: int
+    slot_s: float  # for which a request keeps its slot; 0 if unknown
+    chosen_at: int  # when it was last chosen, on any count
+    match: Match
+    coming_pages: int = 0
+    page_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineScore:
+    """Tokens by the tier that will serve them, and expected seconds; `token_s` is that of computing one."""
+
+    id: str
+    l1_tokens: int
+    l2_tokens: int
+    l3_tokens: int
+    queue_s: float
+    load_s: float
+    prefill_s: float
+    token_s: float
+
+    @property
+    def ttft_s(self) -> float:
+        return self.queue_s + self.load_s + self.prefill_s
+
+    @property
+    def cached_tokens(self) -> int:
+        return self.l1_tokens + self.l2_tokens + self.l3_tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Fleet:
+    """Typical speeds, for engines that have not measured theirs, and to tell noise from difference."""
+
+    prefill: float
+    l2: float
+    l3: float
+    slot_s: float
+
+
+def score(candidates: Sequence[Candidate], prompt_tokens: int, page_size: int) -> list[EngineScore]:
+    """What each engine would make of a prompt, whose last token is always computed."""
+    fleet = _fleet(candidates)
+    return [_score(candidate, prompt_tokens, page_size, fleet) for candidate in candidates]
+
+
+def _fleet(candidates: Sequence[Candidate]) -> _Fleet:
+    reports = [candidate.report for candidate in candidates]
+    return _Fleet(
+        prefill=_typical((report.prefill_tokens_per_s for report in reports), _PREFILL_TOKENS_PER_S),
+        l2=_typical((report.l2_bytes_per_s for report in reports), _L2_BYTES_PER_S),
+        l3=_typical((report.l3_bytes_per_s for report in reports), _L3_BYTES_PER_S),
+        slot_s=_typical((candidate.slot_s for candidate in candidates), _SLOT_S),
+    )
+
+
+def _typical(values: Iterable[float], guess: float) -> float:
+    measured = [value for value in values if value > 0]
+    return statistics.median_low(measured) if measured else guess
+
+
+def _speed(measured: float, typical: float) -> float:
+    return measured if measured > 0 and not 1 / _ALIKE <= measured / typical <= _ALIKE else typical
+
+
+def _score(candidate: Candidate, prompt_tokens: int, page_size: int, fleet: _Fleet) -> EngineScore:
+    report, match = candidate.report, candidate.match
+    prefill = _speed(report.prefill_tokens_per_s, fleet.prefill)
+    # The last token is computed even if its page is a hit, which then serves one token less.
+    limit = max(prompt_tokens - 1, 0)
+    l1_end = min(match.l1 * page_size, limit)
+    l2_end = min((match.l1 + match.l2) * page_size, limit)
+    l3_end = min(match.pages * page_size, limit)
+    coming = min(candidate.coming_pages * page_size, limit) - l3_end
+    l1, l2, l3 = l1_end + max(coming, 0), l2_end - l1_end, l3_end - l2_end
+    token_bytes = candidate.page_bytes / page_size
+    l2_s = min(l2 * token_bytes / _speed(report.l2_bytes_per_s, fleet.l2), l2 / prefill)
+    l3_s = min(l3 * token_bytes / _speed(report.l3_bytes_per_s, fleet.l3), l3 / prefill)
+    return EngineScore(
+        id=candidate.id,
+        l1_tokens=l1,
+        l2_tokens=l2,
+        l3_tokens=l3,
+        queue_s=max(candidate.prefill_tokens / prefill, _slot_wait(candidate, fleet)),
+        load_s=l2_s + l3_s,
+        prefill_s=(prompt_tokens - l1 - l2 - l3) / prefill,
+        token_s=1 / prefill,
+    )
+
+
+def _slot_wait(candidate: Candidate, fleet: _Fleet) -> float:
+    """Seconds until one of the engine's slots is free, behind those that wait for one already."""
+    slots = candidate.report.max_num_seqs
+    excess = candidate.requests - slots + 1
+    if not slots or excess <= 0:
+        return 0.0
+    return excess * (candidate.slot_s or fleet.slot_s) / slots

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from jkv.router.load import EngineLoads, InFlight, NothingReported
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def _busy(**fields: int) -> NothingReported:
+    return NothingReported(**fields)  # any object with these fields is a report
+
+
+def test_requests_count_from_the_moment_they_are_sent_until_a_report_has_them() -> None:
+    clock = Clock()
+    loads = EngineLoads(clock)
+    loads.take(_busy(running=1, prefill_tokens=10))
+    loads.send([1, 2], 500)
+    loads.send([1, 3], 200)
+    assert (loads.requests, loads.prefill_tokens) == (3, 710)
+    clock.now += 0.001
+    loads.take(_busy(running=1, prefill_tokens=10))  # they are still under way
+    assert (loads.requests, loads.prefill_tokens) == (3, 710)
+    clock.now += 0.05
+    loads.take(_busy(running=2, waiting=1, prefill_tokens=650))
+    assert (loads.requests, loads.prefill_tokens) == (3, 650)
+
+
+def test_requests_whose_prompt_is_computed_do_not_count_as_prefill() -> None:
+    loads = EngineLoads(Clock())
+    sent = loads.send([1], 500)
+    loads.first_token(sent)
+    assert loads.prefill_tokens == 0
+    assert loads.in_flight == 1
+    loads.finish(sent)
+    loads.finish(sent)
+    assert loads.in_flight == 0
+
+
+def test_the_pages_of_prompts_under_way_are_coming() -> None:
+    loads = EngineLoads(Clock())
+    first = loads.send([1, 2, 3, 4], 256)
+    second = loads.send([1, 2, 9], 64)
+    assert loads.coming_pages([1, 2, 3, 4, 5]) == 4
+    assert loads.coming_pages([1, 2, 9, 10]) == 3
+    assert loads.coming_pages([7, 8, 10]) == 0
+    assert loads.coming_pages([]) == 0
+    loads.first_token(first)
+    assert loads.coming_pages([1, 2, 3, 4, 5]) == 2
+    loads.finish(second)
+    assert loads.coming_pages([1, 2, 3, 4, 5]) == 0
+
+
+def test_slots_are_measured_from_the_first_token_to_the_end() -> None:
+    clock = Clock()
+    loads = EngineLoads(clock)
+    assert loads.slot_s == 0
+    for seconds in (2.0, 4.0):
+        sent = loads.send([], 0)
+        loads.first_token(sent)
+        clock.now += seconds
+        loads.finish(sent)
+    assert loads.slot_s == pytest.approx(3.0, rel=0.05)
+
+
+_CHAINS = [tuple(10 * branch + min(depth, branch) for depth in range(4)) for branch in range(3)]
+
+
+class LoadMachine(RuleBasedStateMachine):
+    @initialize()
+    def start(self) -> None:
+        self.clock = Clock()
+        self.loads = EngineLoads(self.clock)
+        self.sent: list[InFlight] = []
+        self.waiting: list[InFlight] = []
+
+    @rule(pages=st.sampled_from(_CHAINS), length=st.integers(0, 4), passed=st.floats(0, 0.1))
+    def send(self, pages: tuple[int, ...], length: int, passed: float) -> None:
+        self.clock.now += passed
+        self.sent.append(self.loads.send(pages[:length], 64 * length))
+        self.waiting.append(self.sent[-1])
+
+    @rule(which=st.integers(0))
+    def first_token(self, which: int) -> None:
+        if self.sent:
+            request = self.sent[which % len(self.sent)]
+            self.loads.first_token(request)
+            self.waiting = [one for one in self.waiting if one is not request]
+
+    @rule(which=st.integers(0))
+    def finish(self, which: int) -> None:
+        if self.sent:
+            request = self.sent.pop(which % len(self.sent))
+            self.loads.finish(request)
+            self.waiting = [one for one in self.waiting if one is not request]
+
+    @rule(passed=st.floats(0, 0.1))
+    def report(self, passed: float) -> None:
+        self.clock.now += passed
+        self.loads.take(NothingReported())
+
+    @invariant()
+    def agrees(self) -> None:
+        self.loads.check()
+        assert self.loads.in_flight == len(self.sent)
+        assert self.loads.prefill_tokens <= sum(request.prefill_tokens for request in self.waiting)
+        for chain in _CHAINS:
+            coming = {page for request in self.waiting for page in request.pages}
+            expected = next((depth for depth, page in enumerate(chain) if page not in coming), len(chain))
+            assert self.loads.coming_pages(chain) == expected
+
+
+TestLoads = LoadMachine.TestCase
+TestLoads.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
