@@ -21,8 +21,8 @@ _PREFILL_TOKENS_PER_S = 2000.0
 _L2_BYTES_PER_S = 4 * 2.0**30
 _L3_BYTES_PER_S = 2.0**30
 _SLOT_S = 1.0
-# Speeds closer than this to the median are the median: so much do measurements of equal machines differ, and a
-# few percent would otherwise send every request to the same one.
+# Speeds closer than this to the median are the median: so much do measurements of equal machines differ;
+# a few percent would otherwise send every request to the same one.
 _ALIKE = 1.5
 
 
