@@ -9,19 +9,29 @@ from tests.engine.harness import Bench, build, odd_checkpoint, tiny_checkpoint
 
 Tiny = Callable[..., Bench]
 # The same for all tests: another pool size would compile every program again.
-_L1_TOKENS = 4096
+L1_TOKENS = 4096
+ALL_TIERS: dict[str, Any] = {"l2_gib": 0.1, "l3_gib": 0.1, "load_policy": "always"}
 
 
 @pytest.fixture(scope="session")
 def shared_engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tiny]:
     built: dict[tuple[Any, ...], Bench] = {}
 
-    def get(name: str = "llama3", page_size: int = 16, dialect: str = "config.json", **flags: Any) -> Bench:
+    def get(
+        name: str = "llama3",
+        page_size: int = 16,
+        dialect: str = "config.json",
+        *,
+        tiers: bool = False,
+        **flags: Any,
+    ) -> Bench:
         odd = name == "odd"
         checkpoint = odd_checkpoint(tmp_path_factory.mktemp(name)) if odd else tiny_checkpoint(name, dialect)
-        key = (name, checkpoint.config, page_size, *sorted(flags.items()))
+        key = (name, checkpoint.config, page_size, tiers, *sorted(flags.items()))
         if key not in built:
-            built[key] = build(checkpoint, page_size=page_size, l1_tokens=_L1_TOKENS, **flags)
+            if tiers:
+                flags = {**ALL_TIERS, "l3_dir": str(tmp_path_factory.mktemp("l3")), **flags}
+            built[key] = build(checkpoint, page_size=page_size, l1_tokens=L1_TOKENS, **flags)
         return built[key]
 
     yield get
@@ -32,7 +42,7 @@ def shared_engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tiny]:
 @pytest.fixture
 def tiny(shared_engines: Tiny) -> Iterator[Tiny]:
     """Gives an engine over a tiny checkpoint with an empty cache, and checks that the test leaves no page in
-    use.
+    use; with `tiers` one that has L2 and L3 below L1.
     """
     used: list[Bench] = []
 

@@ -7,16 +7,18 @@ import contextlib
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from safetensors.numpy import save_file
 
+from jkv.cache.control import TierStats
 from jkv.cache.l1 import L1Pool
+from jkv.cache.pages import Tier
 from jkv.config import ServeConfig
 from jkv.engine.build import build_from_checkpoint, use_compilation_cache
 from jkv.engine.engine import Engine
@@ -27,6 +29,8 @@ from jkv.models.params import tensor_names
 from jkv.models.resolve import Checkpoint
 from jkv.models.safetensors_source import SafetensorsSource
 from tests.models.golden import TINY, config_json
+
+R = TypeVar("R")
 
 _ids = itertools.count()
 
@@ -113,19 +117,23 @@ class Bench:
         """Waits until nothing runs and no page is in use, then empties the cache."""
         wait_for(lambda: self.loop.alive == 0 and self.engine.stats.l1.in_use == 0)
         assert not self.violations
+        if not self.scheduler.lower.off:
+            self.flush(*self.scheduler.lower.tiers)
+            assert self.scheduler.lower.host.held == 0
+            assert self.scheduler.lower.pending_writes == 0
         self.scheduler.check()
-        self.scheduler.pool = L1Pool(self.total_pages, self.page_size)
+        self._use(L1Pool(self.total_pages, self.page_size))
 
     @contextlib.contextmanager
     def shrunk(self, pages: int) -> Iterator[None]:
         """Lets the idle engine use only some pages of its pool: no program has to be compiled for it."""
         self.settle()
         whole = self.scheduler.pool
-        self.scheduler.pool = L1Pool(pages, self.page_size)
+        self._use(L1Pool(pages, self.page_size))
         yield
         wait_for(lambda: self.loop.alive == 0 and self.engine.stats.l1.in_use == 0)
         self.scheduler.check()
-        self.scheduler.pool = whole
+        self._use(whole)
 
     @contextlib.contextmanager
     def limited(self, **limits: int) -> Iterator[None]:
@@ -135,8 +143,22 @@ class Bench:
         yield
         self.scheduler.limits = usual
 
+    def flush(self, *tiers: Tier) -> Mapping[Tier, int]:
+        return self.ask(self.engine.cache.flush(tiers))
+
+    def stats(self, tier: Tier) -> TierStats:
+        return self.ask(self.engine.cache.cache_stats()).tiers[tier]
+
+    def ask(self, call: Coroutine[Any, Any, R]) -> R:
+        """Waits for an answer of the engine's cache."""
+        return asyncio.run(call)
+
     def stop(self) -> None:
         self.loop.stop()
+
+    def _use(self, pool: L1Pool) -> None:
+        pool.on_evict = self.scheduler.pool.on_evict
+        self.scheduler.pool = self.scheduler.lower.pool = self.engine.cache._admin._pool = pool
 
     def _check_after(self, method: str) -> None:
         original = getattr(self.scheduler, method)
