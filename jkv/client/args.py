@@ -40,6 +40,15 @@ class Connection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RouterConnection(Connection):
+    """How to reach a router."""
+
+    address: str = flag(
+        "127.0.0.1:50050", group=_CONNECTION, metavar="HOST:PORT", help="where the router listens"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Request:
     """What a generation asks for besides its input and sampling."""
 
@@ -164,6 +173,7 @@ def build_parser() -> argparse.ArgumentParser:
     tokenize.add_argument("--model", help="the model's name (default: the one served)")
     _command(commands, "health", "print SERVING or NOT_SERVING; status 0 or 1")
     _add_cache(commands)
+    _add_router(commands)
     return parser
 
 
@@ -186,11 +196,24 @@ def _add_cache(commands: argparse._SubParsersAction) -> None:
     _prefix_command(inner, "evict", "drop a prompt's pages from all tiers; with --salt alone, that salt's")
 
 
+def _add_router(commands: argparse._SubParsersAction) -> None:
+    """`jkv cluster COMMAND ...` and `jkv route COMMAND ...`."""
+    text = "see a cluster as its router does"
+    cluster = commands.add_parser("cluster", help=text, description=f"{text[0].upper()}{text[1:]}.")
+    inner = cluster.add_subparsers(dest="cluster_command", required=True, metavar="COMMAND")
+    _command(inner, "status", "print the engines, their load and what the index has", to=RouterConnection)
+    text = "ask a router where requests would go"
+    route = commands.add_parser("route", help=text, description=f"{text[0].upper()}{text[1:]}.")
+    inner = route.add_subparsers(dest="route_command", required=True, metavar="COMMAND")
+    text = "print what each engine would make of a prompt, and which one is chosen"
+    _prefix_command(inner, "explain", text, to=RouterConnection)
+
+
 def _prefix_command(
-    commands: argparse._SubParsersAction, name: str, text: str, *more: type
+    commands: argparse._SubParsersAction, name: str, text: str, *more: type, to: type = Connection
 ) -> argparse.ArgumentParser:
     """A command about a prompt's pages."""
-    parser = _command(commands, name, text, CachePrefix, *more)
+    parser = _command(commands, name, text, CachePrefix, *more, to=to)
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="the text; - reads stdin")
     parser.add_argument("--token-ids", metavar="1,2,3", help="token ids, instead of a text")
     parser.add_argument(
@@ -202,11 +225,11 @@ def _prefix_command(
 
 
 def _command(
-    commands: argparse._SubParsersAction, name: str, text: str, *more: type
+    commands: argparse._SubParsersAction, name: str, text: str, *more: type, to: type = Connection
 ) -> argparse.ArgumentParser:
     parser = commands.add_parser(
         name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False
     )
-    for cls in (Connection, *more):
+    for cls in (to, *more):
         flags.add_flags(parser, cls)
     return parser

@@ -9,8 +9,9 @@ from jkv import flags
 from jkv.api import jkv_pb2 as pb
 from jkv.api import jkv_pb2_grpc as pb_grpc
 from jkv.client import cache_show, inputs, show
-from jkv.client.args import CachePrefix, Connection, Pin
+from jkv.client.args import Connection, Pin
 from jkv.client.cache_show import pages
+from jkv.client.prefix import prefix_of
 from jkv.client.rpc import connect
 from jkv.errors import ConfigError
 
@@ -26,24 +27,26 @@ def _stats(args: argparse.Namespace, connection: Connection) -> int:
 
 
 def _lookup(args: argparse.Namespace, connection: Connection) -> int:
-    answer = _call(connection, "Lookup", pb.LookupRequest(prefix=_prefix(args)))
+    answer = _call(connection, "Lookup", pb.LookupRequest(prefix=prefix_of(args, args.cache_command)))
     document = cache_show.lookup_document(answer)
     return _print(connection, document, cache_show.lookup_line(document))
 
 
 def _pin(args: argparse.Namespace, connection: Connection) -> int:
     ttl = Pin(**flags.given(Pin, args)).ttl
-    answer = _call(connection, "Pin", pb.PinRequest(prefix=_prefix(args), ttl_s=ttl))
+    answer = _call(connection, "Pin", pb.PinRequest(prefix=prefix_of(args, args.cache_command), ttl_s=ttl))
     return _print(connection, {"pages": answer.pages}, f"pinned {pages(answer.pages)}")
 
 
 def _unpin(args: argparse.Namespace, connection: Connection) -> int:
-    answer = _call(connection, "Unpin", pb.UnpinRequest(prefix=_prefix(args)))
+    answer = _call(connection, "Unpin", pb.UnpinRequest(prefix=prefix_of(args, args.cache_command)))
     return _print(connection, {"pages": answer.pages}, f"unpinned {pages(answer.pages)}")
 
 
 def _prefetch(args: argparse.Namespace, connection: Connection) -> int:
-    answer = _call(connection, "Prefetch", pb.PrefetchRequest(prefix=_prefix(args), tier=args.tier))
+    answer = _call(
+        connection, "Prefetch", pb.PrefetchRequest(prefix=prefix_of(args, args.cache_command), tier=args.tier)
+    )
     return _print(connection, {"tokens": answer.tokens}, f"{answer.tokens} tokens are in {args.tier}")
 
 
@@ -65,7 +68,7 @@ def _drain(args: argparse.Namespace, connection: Connection) -> int:
 
 def _evict(args: argparse.Namespace, connection: Connection) -> int:
     if (args.prompt, args.token_ids, args.messages) != (None, None, None):
-        request = pb.EvictRequest(prefix=_prefix(args))
+        request = pb.EvictRequest(prefix=prefix_of(args, args.cache_command))
     elif args.salt is not None:
         request = pb.EvictRequest(cache_salt=inputs.text("--salt", args.salt))
     else:
@@ -98,22 +101,3 @@ def _print(connection: Connection, document: dict[str, Any], text: str) -> int:
     else:
         print(text)
     return 0
-
-
-def _prefix(args: argparse.Namespace) -> pb.Prefix:
-    asked = CachePrefix(**flags.given(CachePrefix, args))
-    given = [one for one in (args.prompt, args.token_ids, args.messages) if one is not None]
-    if len(given) != 1:
-        raise ConfigError(
-            f"{args.cache_command}: give one of PROMPT (- for stdin), --token-ids and --messages"
-        )
-    prefix = pb.Prefix(
-        cache_salt=inputs.text("--salt", asked.salt or ""), model=inputs.text("--model", asked.model or "")
-    )
-    if args.prompt is not None:
-        prefix.prompt = inputs.text("PROMPT", args.prompt)
-    elif args.token_ids is not None:
-        prefix.token_ids.ids.extend(inputs.token_ids(args.token_ids))
-    else:
-        prefix.messages.CopyFrom(inputs.messages(args.messages))
-    return prefix

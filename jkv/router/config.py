@@ -9,8 +9,8 @@ from jkv import flags
 from jkv.cluster_config import ClusterConfig, parse_addresses
 from jkv.errors import ConfigError
 from jkv.flags import flag
+from jkv.router.policy import POLICIES
 
-POLICIES = ("cache-aware", "least-loaded", "round-robin", "random")
 _LEVELS = ("debug", "info", "warning", "error")
 _ROUTING, _SERVER = "routing", "server"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from jkv.api import jkv_pb2 as pb
 from jkv.api import jkv_pb2_grpc as pb_grpc
 from jkv.api.listening import MAX_MESSAGE_BYTES
 from jkv.cache.breaker import Breaker, BreakerState
+from jkv.router.load import EngineLoads, InFlight
 
 _OPTIONS = (
     ("grpc.max_receive_message_length", -1),
@@ -30,6 +32,7 @@ _OPTIONS = (
 )
 # Of the stream of events alone, which so does not wait for answers that nobody reads.
 _OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
+_HOLDERS = itertools.count()
 
 
 class EngineState(StrEnum):
@@ -45,6 +48,7 @@ class Sent:
     """A request that an engine has. `moved` says that the router took it away, to send it elsewhere."""
 
     engine: Engine
+    in_flight: InFlight | None = None  # in the engine's expected load, where it is a Generate
     cancel: Callable[[], Any] = lambda: None
     moved: bool = False
 
@@ -60,7 +64,6 @@ class Engine:
     address: str
     name: str  # in the set of engines: its id in etcd, or its address
     silence: float
-    index: int = -1  # its number in the index
     description: pb.EngineDescription | None = None
     incarnation: str = ""
     number: int = 0
@@ -71,10 +74,13 @@ class Engine:
     heard: float = field(default_factory=time.monotonic)
     full_until: float = 0.0
     self_test: str = "pending"
+    # Its name in the index: another one for an engine that comes back under its name while this one still leaves.
+    holder: str = field(default_factory=lambda: f"holder-{next(_HOLDERS)}")
     sent: set[Sent] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.breaker = Breaker(time.monotonic)
+        self.loads = EngineLoads(time.monotonic)
         self._channel = grpc.aio.insecure_channel(self.address, options=_OPTIONS)
         self._watch_channel = grpc.aio.insecure_channel(self.address, options=(*_OPTIONS, *_OWN_CONNECTION))
         # The generated stubs have no types.

@@ -100,6 +100,7 @@ class Follower:
                 raise RefusedError(engine.refused)
         if event.HasField("load"):
             engine.load = event.load
+            engine.loads.take(event.load)
         if event.reset:
             self._pages.clear(tuple(Tier))
             self._incarnation, engine.incarnation = event.incarnation, ""

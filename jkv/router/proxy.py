@@ -30,7 +30,7 @@ _RETRY_AFTER_S = 1.0
 class Chooser(Protocol):
     """Decides where requests go."""
 
-    def choose(self, engines: Sequence[Engine], token_ids: Sequence[int], cache_salt: str) -> Sent:
+    def choose(self, engines: Sequence[Engine], token_ids: Sequence[int], cache_salt: str | None) -> Sent:
         """Choose one, and count the request as sent to it until `finished`."""
         ...
 
@@ -140,7 +140,7 @@ class _Relay:
         context: Context,
     ) -> None:
         self._fleet, self._chooser, self._answer, self._context = fleet, chooser, answer, context
-        self._model, self._salt = request.model, request.cache_salt
+        self._model, self._salt = request.model, None if request.no_cache else request.cache_salt
         self._writing = asyncio.Lock()
         self.served: list[str] = []  # engines that sent a part, in order
 

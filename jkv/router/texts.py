@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from array import array
-from collections import OrderedDict
-from collections.abc import Sequence
-from hashlib import blake2b
 from typing import Any
 
 from jkv.api import jkv_pb2 as pb
@@ -15,38 +11,7 @@ from jkv.router.attempt import attempt, count
 from jkv.router.engines import Sent
 from jkv.router.failures import Failure, Retries
 from jkv.router.fleet import Fleet
-
-_CACHE_BYTES = 32 * 2**20
-
-
-class TokenCache:
-    """Token ids of texts, the least recently used ones forgotten first."""
-
-    def __init__(self, max_bytes: int = _CACHE_BYTES) -> None:
-        self._max_bytes, self._bytes = max_bytes, 0
-        self._ids: OrderedDict[bytes, array[int]] = OrderedDict()
-
-    def get(self, key: bytes) -> list[int] | None:
-        ids = self._ids.get(key)
-        if ids is None:
-            return None
-        self._ids.move_to_end(key)
-        return ids.tolist()
-
-    def put(self, key: bytes, ids: Sequence[int]) -> None:
-        """Keep the ids of a key that is not there."""
-        packed = array("I", ids)
-        size = _size(key, packed)
-        if size > self._max_bytes or key in self._ids:
-            return
-        self._ids[key] = packed
-        self._bytes += size
-        while self._bytes > self._max_bytes:
-            self._bytes -= _size(*self._ids.popitem(last=False))
-
-
-def _size(key: bytes, ids: array[int]) -> int:
-    return len(key) + ids.itemsize * len(ids)
+from jkv.router.tokens import TokenCache
 
 
 class Texts:
@@ -69,8 +34,7 @@ class Texts:
             asked.prompt = request.prompt
         else:
             asked.messages.CopyFrom(request.messages)
-        text = asked.SerializeToString(deterministic=True)
-        key = blake2b(self._root(request.model) + text, digest_size=16).digest()
+        key = self._root(request.model) + asked.SerializeToString(deterministic=True)
         ids = self._cache.get(key)
         if ids is None:
             ids = list((await self.ask("Tokenize", asked, request.model)).ids)
