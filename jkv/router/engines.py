@@ -74,7 +74,7 @@ class Engine:
     heard: float = field(default_factory=time.monotonic)
     full_until: float = 0.0
     self_test: str = "pending"
-    # Its name in the index: another one for an engine that comes back under its name while this one still leaves.
+    # Its name in the index: a new one for an engine that comes back while this one still leaves.
     holder: str = field(default_factory=lambda: f"holder-{next(_HOLDERS)}")
     sent: set[Sent] = field(default_factory=set)
 
