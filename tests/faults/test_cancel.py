@@ -36,8 +36,8 @@ def test_nothing_is_left_behind(subject: Tiered, stage: str, cancels: int) -> No
         number, seconds = stay
         prompt = new_prompt(PAGES) if stage == "write" else cached[number % len(cached)]
         call = subject.server.stub.Generate(request(prompt, 100))
-        if stage == "write" and number % 2:
-            next(call)
+        if number % 4 == 0:
+            next(call)  # one in four stays so long in any case
         time.sleep(seconds)  # where in its stage the cancellation comes
         call.cancel()
         if stage == "load" and number % 2:
@@ -47,6 +47,6 @@ def test_nothing_is_left_behind(subject: Tiered, stage: str, cancels: int) -> No
     with subject.counting(), subject.faults.of(**plan):
         in_parallel(ask_and_leave, stays, CLIENTS)
         subject.is_idle_and_empty()
-    assert getattr(subject.l3, counted) > before, "no client stayed long enough"
+    assert getattr(subject.l3, counted) > before
     for prompt, answer in zip(cached, expected, strict=True):
         subject.serves_from_disk(prompt, answer)

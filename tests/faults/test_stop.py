@@ -2,52 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
+from tests.faults.rig import PAGE, Answer, Tiered, prompts, stop, tiered
 
-from tests.faults.rig import PAGE, Tiered, prompts, stop, tiered, whole_pages
-
-L1 = 64  # pages
+PAGES = 9  # of a prompt
 
 
-def survives(subject: Tiered, asked: list[list[int]], expected: Sequence[object]) -> None:
-    for prompt, bits in zip(asked, expected, strict=True):
-        answer = subject.ask(prompt)
-        assert (answer.bits, answer.tiers) == (bits, {"l3": whole_pages(prompt)})
-    assert subject.errors() == {}
+@dataclass(frozen=True)
+class Life:
+    """How a server runs until it is stopped, and how many prompts it gets; L1 holds seven."""
+
+    policy: str
+    l2: str
+    prompts: int
 
 
-@pytest.mark.parametrize("policy", ["write-through", "write-back"])
-def test_all_pages_are_there_after_a_restart(tmp_path: Path, policy: str) -> None:
-    """L1 holds a part of the prompts' pages, L2 another, some of both are pinned, and the disk is slow."""
+LIVES = (
+    Life("write-through", "4MiB", 12),
+    Life("write-back", "4MiB", 12),
+    Life("write-back", "0.1MiB", 6),  # L1 holds all of them, and L2 not even two
+)
+
+
+def test_all_pages_are_there_after_a_restart(tmp_path: Path) -> None:
+    """One server after the other on one directory: each finds what the one before had, wherever that was."""
     new_prompt = prompts(6000)
-    asked = [new_prompt(9) for _ in range(12)]
-    flags = ("--write-policy", policy, "--l2-gib", "4MiB")
-    with tiered(tmp_path, *flags) as subject:
-        expected = [subject.ask(prompt).bits for prompt in asked]
-        assert subject.pin(asked[0]) == 9
-        assert subject.pin(asked[-1]) == 9
-        if policy == "write-back":
-            assert subject.l3.pages == 0
-            assert subject.lookup(asked[0]) == {"l2": 9 * PAGE}
-        assert subject.lookup(asked[-1]) == {"l1": 9 * PAGE}
-        subject.faults.set(write_slow=1.0, slow_s=0.02)
-        stop(subject)
-    with tiered(tmp_path, *flags) as subject:
-        assert subject.l3.pages == len(asked) * 9
-        survives(subject, asked, expected)
+    asked: list[list[int]] = []
+    expected: list[Answer] = []
+    for life in LIVES:
+        with tiered(tmp_path, "--write-policy", life.policy, "--l2-gib", life.l2) as subject:
+            survived(subject, asked, expected)
+            asked = [new_prompt(PAGES) for _ in range(life.prompts)]
+            expected = [subject.ask(prompt) for prompt in asked]
+            pin_and_look(subject, life, asked)
+            subject.faults.set(write_slow=1.0, slow_s=0.02)
+            stop(subject)
+    with tiered(tmp_path) as subject:
+        survived(subject, asked, expected)
+        assert subject.l3.pages == sum(life.prompts for life in LIVES) * PAGES
 
 
-def test_a_small_l2_lets_all_of_l1_through_at_a_stop(tmp_path: Path) -> None:
-    new_prompt = prompts(6001)
-    asked = [new_prompt(9) for _ in range(6)]
-    flags = ("--write-policy", "write-back", "--l2-gib", "0.1MiB")
-    with tiered(tmp_path, *flags) as subject:
-        assert subject.tier("l2").pages_capacity < 6 * 9 // 2
-        expected = [subject.ask(prompt).bits for prompt in asked]
-        assert subject.l3.pages == 0
-        stop(subject)
-    with tiered(tmp_path, *flags) as subject:
-        survives(subject, asked, expected)
+def pin_and_look(subject: Tiered, life: Life, asked: list[list[int]]) -> None:
+    """Pins some pages of the first and the last prompt, and makes sure of where they are."""
+    first, last = asked[0], asked[-1]
+    assert subject.lookup(last) == {"l1": PAGES * PAGE}
+    assert subject.lookup(first) == {"l2" if life.prompts > 7 else "l1": PAGES * PAGE}
+    for prompt in (first, last):
+        assert subject.pin(prompt[: 4 * PAGE]) == 4
+    if life.policy == "write-back":
+        assert subject.l3.stores == 0
+
+
+def survived(subject: Tiered, asked: list[list[int]], expected: list[Answer]) -> None:
+    """L3 has all of every prompt, with the right content."""
+    for prompt, before in zip(asked, expected, strict=True):
+        answer = subject.ask(prompt)
+        assert (answer.bits, answer.tiers) == (before.bits, {"l3": PAGES * PAGE})
+    assert subject.errors() == {}
+    subject.flush("l1", "l2")
