@@ -124,13 +124,13 @@ def parse_pages(value: bytes) -> PagesOfModel:
     Raises:
         RecordError: not such a record.
     """
-    fields = _object(value)
+    fields = parse_object(value)
     try:
         return PagesOfModel(
-            model_root=_text(fields, "model_root"),
-            page_size=_number(fields, "page_size"),
-            kv_dtype=_text(fields, "kv_dtype"),
-            format_version=_number(fields, "format_version"),
+            model_root=text(fields, "model_root"),
+            page_size=number(fields, "page_size"),
+            kv_dtype=text(fields, "kv_dtype"),
+            format_version=number(fields, "format_version"),
         )
     except (KeyError, ValueError) as error:
         raise RecordError(f"a record of a model's pages that cannot be read: {error}") from None
@@ -141,44 +141,55 @@ def parse_member(value: bytes) -> MemberRecord:
     Raises:
         RecordError: not such a record; says what is wrong.
     """
-    fields = _object(value)
+    fields = parse_object(value)
     try:
         if "refused" in fields:
             return RefusedRecord(
-                id=_text(fields, "id"), address=_text(fields, "address"), refused=_text(fields, "refused")
+                id=text(fields, "id"), address=text(fields, "address"), refused=text(fields, "refused")
             )
         if "left" in fields:
-            return LeftRecord(id=_text(fields, "id"))
+            return LeftRecord(id=text(fields, "id"))
         return _engine(fields)
     except (KeyError, ValueError) as error:
         raise RecordError(f"an engine's record that cannot be read: {error}") from None
 
 
 def _engine(fields: dict[str, Any]) -> EngineRecord:
-    store = fields["store"]
     tiers = fields["tiers"]
     if not isinstance(tiers, list) or not all(isinstance(tier, str) for tier in tiers):
         raise ValueError(f"tiers {tiers!r} are no list of names")
-    if store is not None:
-        if not isinstance(store, dict):
-            raise ValueError(f"store {store!r} is no object")
-        store = StoreRef(url=_text(store, "url"), token=_text(store, "token"), owner=_text(store, "owner"))
     return EngineRecord(
-        id=_text(fields, "id"),
-        address=_text(fields, "address"),
-        incarnation=_text(fields, "incarnation"),
-        model=_text(fields, "model"),
-        model_root=bytes.fromhex(_text(fields, "model_root")),
-        page_size=_number(fields, "page_size"),
-        kv_dtype=_text(fields, "kv_dtype"),
-        format_version=_number(fields, "format_version"),
+        id=text(fields, "id"),
+        address=text(fields, "address"),
+        incarnation=text(fields, "incarnation"),
+        model=text(fields, "model"),
+        model_root=bytes.fromhex(text(fields, "model_root")),
+        page_size=number(fields, "page_size"),
+        kv_dtype=text(fields, "kv_dtype"),
+        format_version=number(fields, "format_version"),
         tiers=tuple(tiers),
-        version=_text(fields, "version"),
-        store=store,
+        version=text(fields, "version"),
+        store=parse_store(fields["store"]),
     )
 
 
-def _object(value: bytes) -> dict[str, Any]:
+def parse_store(value: object) -> StoreRef | None:
+    """
+    Raises:
+        ValueError, KeyError: not a store.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise ValueError(f"store {value!r} is no object")
+    return StoreRef(url=text(value, "url"), token=text(value, "token"), owner=text(value, "owner"))
+
+
+def parse_object(value: bytes) -> dict[str, Any]:
+    """
+    Raises:
+        RecordError: not a JSON object.
+    """
     try:
         fields = json.loads(value)
     except ValueError:
@@ -188,14 +199,22 @@ def _object(value: bytes) -> dict[str, Any]:
     return fields
 
 
-def _text(fields: dict[str, Any], name: str) -> str:
+def text(fields: dict[str, Any], name: str) -> str:
+    """
+    Raises:
+        KeyError, ValueError: the field is missing or something else.
+    """
     value = fields[name]
     if not isinstance(value, str):
         raise ValueError(f"{name} {value!r} is no text")
     return value
 
 
-def _number(fields: dict[str, Any], name: str) -> int:
+def number(fields: dict[str, Any], name: str) -> int:
+    """
+    Raises:
+        KeyError, ValueError: the field is missing or something else.
+    """
     value = fields[name]
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise ValueError(f"{name} {value!r} is no number of 0 or more")
