@@ -1,0 +1,179 @@
+"""Two real engines behind a real router, and what happens when they die under a request."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from jkv.api import jkv_pb2 as pb
+from jkv.api import jkv_pb2_grpc as pb_grpc
+from tests.e2e.calls import collect, greedy, ids
+from tests.e2e.server import TINY, Server, environment, run, serving, wait_for
+
+PAGE = 8
+# Those of tests/faults, whose programs so serve here too.
+FLAGS = (
+    f"--model {TINY} --page-size {PAGE} --max-num-seqs 4 --max-batched-tokens 64 --max-mixed-tokens 16 "
+    "--max-model-len 256 --batch-invariant --l1-pages 64 --served-model-name tiny"
+).split()
+PROMPT = [3 + i % 97 for i in range(50)]
+
+
+class RouterProcess:
+    """`python -m jkv.router` on a free port."""
+
+    def __init__(self, directory: Path, *flags: str) -> None:
+        self._output = directory / "router"
+        with self._output.open("w") as out:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "jkv.router", "--grpc-port", "0", *flags],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                env=environment(),
+            )
+        self.address = self._find(r"^listening on (\S+), waiting", 30)
+        self.channel = grpc.insecure_channel(self.address)
+        self.generation: Any = pb_grpc.GenerationStub(self.channel)
+        self.router: Any = pb_grpc.RouterStub(self.channel)
+
+    def engine(self, id: str) -> pb.EngineStatus:
+        """An empty one, until the engine has said its id."""
+        answer = self.router.Status(pb.RouterStatusRequest(), timeout=10)
+        return next((engine for engine in answer.engines if engine.id == id), pb.EngineStatus())
+
+    def wait_state(self, id: str, state: str, timeout: float = 30) -> None:
+        wait_for(lambda: self.engine(id).state == state, f"engine {id} is {state}", timeout)
+
+    def kill(self) -> None:
+        self.channel.close()
+        self.process.kill()
+        self.process.wait()
+
+    def _find(self, pattern: str, timeout: float) -> str:
+        def look() -> re.Match[str] | None:
+            return re.search(pattern, self._output.read_text(), re.MULTILINE)
+
+        return wait_for(look, f"{pattern!r} in the router's output", timeout)[1]
+
+
+class Cluster:
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.stack = directory, ExitStack()
+        self.servers: dict[str, Server] = {}
+        for id in ("one", "two"):
+            self.start(id)
+        addresses = ",".join(server.address for server in self.servers.values())
+        self.router = RouterProcess(directory, "--engines", addresses, "--suspect-after", "2")
+        self.stack.callback(self.router.kill)
+
+    def start(self, id: str, port: str = "0") -> None:
+        (self.directory / id).mkdir(exist_ok=True)
+        flags = (*FLAGS, "--instance-id", id, "--grpc-port", port)
+        self.servers[id] = self.stack.enter_context(serving(self.directory / id, *flags))
+
+    def stop(self, id: str, number: signal.Signals) -> None:
+        os.kill(self.servers[id].process.pid, number)
+
+    def agrees(self, id: str) -> bool:
+        """Whether the router believes of an engine what it holds."""
+        replica: Any = pb_grpc.ReplicaStub(self.servers[id].channel)
+        held = replica.Digest(pb.DigestRequest(), timeout=20)
+        believed = self.router.router.Digest(pb.RouterDigestRequest(engine=id), timeout=20)
+        tiers = [sorted((one.tier, one.pages, one.checksum) for one in d.tiers) for d in (held, believed)]
+        return held.incarnation == believed.incarnation and tiers[0] == tiers[1]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path_factory.mktemp("cluster"))
+    with cluster.stack:
+        yield cluster
+
+
+@pytest.fixture(autouse=True)
+def both_serve(cluster: Cluster) -> None:
+    """Start again, at its address, what a test has killed."""
+    for id, server in list(cluster.servers.items()):
+        if server.process.poll() is not None:
+            cluster.start(id, server.address.rpartition(":")[2])
+        cluster.router.wait_state(id, "serving")
+        wait_for(lambda id=id: cluster.router.engine(id).self_test != "pending", f"self-test of {id}", 60)
+
+
+def _request(tokens: int, salt: str, **fields: Any) -> pb.GenerateRequest:
+    sampling = greedy(tokens, ignore_eos=True, logprobs=True)
+    sampling.MergeFrom(pb.Sampling(**fields))
+    return pb.GenerateRequest(token_ids=ids(PROMPT), sampling=sampling, cache_salt=salt)
+
+
+def test_what_an_engine_has_computed_is_found_through_the_router(cluster: Cluster) -> None:
+    for id in cluster.servers:
+        assert cluster.router.engine(id).self_test == "passed"
+    first = cluster.router.generation.Generate(_request(4, "found"))
+    collect(first)
+    served = dict(first.initial_metadata())["jkv-engine"]
+    for id in cluster.servers:
+        wait_for(lambda id=id: cluster.agrees(id), f"the router knows what {id} has", 20)
+    for _ in range(4):
+        again = cluster.router.generation.Generate(_request(4, "found"))
+        assert collect(again).usage["cached_tokens"] == 48
+        assert dict(again.initial_metadata())["jkv-engine"] == served
+    prompt = ",".join(map(str, PROMPT))
+    flags = ("--token-ids", prompt, "--salt", "found", "--address", cluster.router.address, "--json")
+    explained = json.loads(run("jkv.client", "route", "explain", *flags).stdout)
+    assert explained["chosen"] == served
+    assert explained["engines"][0]["matched"]["l1"] == 48
+    assert explained["engines"][1]["matched"]["l1"] == 0
+
+
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    "sampling",
+    [{}, {"temperature": 0.9, "seed": 11, "presence_penalty": 0.7, "repetition_penalty": 1.3}],
+    ids=["greedy", "seeded and penalized"],
+)
+def test_an_answer_goes_on_bit_by_bit_where_its_engine_has_stopped(
+    cluster: Cluster, fault: signal.Signals, sampling: dict[str, Any]
+) -> None:
+    salt = f"{fault.name}{len(sampling)}"
+    request = _request(200, salt, **sampling)
+    (whole,) = collect(cluster.servers["two"].stub.Generate(request)).choices.values()
+    request.cache_salt += "again"
+    call = cluster.router.generation.Generate(request, timeout=60)
+    begun = list(itertools.islice(call, 5))
+    busy = dict(call.initial_metadata())["jkv-engine"]
+    cluster.stop(busy, fault)
+    try:
+        answer = collect(itertools.chain(begun, call))
+        (choice,), usage = answer.choices.values(), answer.usages[0]
+        served = [value for key, value in call.trailing_metadata() if key == "jkv-engine"]
+        assert len(served) == 2, "the answer was done before its engine was stopped"
+        assert choice == whole
+        assert (usage.prompt_tokens, usage.completion_tokens) == (len(PROMPT), 200)
+        assert usage.cached_tokens == 0
+    finally:
+        if fault is signal.SIGSTOP:
+            cluster.stop(busy, signal.SIGCONT)
+
+
+def test_before_the_first_token_clients_see_nothing_of_a_death(cluster: Cluster) -> None:
+    victim = "one"
+    calls = [cluster.router.generation.Generate(_request(30, f"many{i}"), timeout=60) for i in range(12)]
+    cluster.stop(victim, signal.SIGKILL)
+    for call in calls:
+        assert collect(call).choices[0].finish_reason == "length"
+    cluster.router.wait_state(victim, "connecting")
+    wait_for(lambda: not any(cluster.router.engine(victim).pages.values()), "its memory is forgotten", 10)
