@@ -32,6 +32,8 @@ Inbox = queue.SimpleQueue[Callable[[], None]]
 Sink = Callable[[TokenOutput], None]
 
 
+# For what L3 has under way when its time is up, and for the order of its pages.
+_CLOSE_S = 10.0
 # How often a loop that waits for pages looks whether a deadline has passed.
 _STALL_S = 0.02
 
@@ -323,7 +325,12 @@ class EngineLoop:
                 self._await_writes(deadline)
             if lower.pending_writes:
                 _log.warning("%d pages were not written to L3 in time", lower.pending_writes)
-        lower.close()
+        # On a thread that the process does not wait for: a disk that hangs must not keep it from ending.
+        closing = threading.Thread(target=lower.close, name="l3-close", daemon=True)
+        closing.start()
+        closing.join(_CLOSE_S)
+        if closing.is_alive():
+            _log.warning("L3 does not answer; it is left without a clean end")
 
     def _await_writes(self, deadline: float) -> None:
         while self.scheduler.lower.pending_writes and time.monotonic() < deadline:
