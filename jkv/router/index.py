@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,14 +25,15 @@ from jkv.router.holders import ALL_TIERS, TIERS, Holders, single
 from jkv.router.page_table import PageTable
 
 _BIT = {tier: number for number, tier in enumerate(Tier)}  # the nearest tier first, as in Holders
+_NONE = -1  # the number of a tier without pages
+_NO_NUMBERS = [_NONE] * TIERS
 _SWEPT_AT_ONCE = 4096  # slots: less than a millisecond
 _LOOKED_UP_AT_ONCE = 256  # pages of a prompt
 
 Array = np.ndarray
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Match:
+class Match(NamedTuple):
     """The longest prefix of a prompt that an engine can use, its pages counted in the nearest tier."""
 
     l1: int = 0
@@ -60,7 +62,7 @@ class HolderPages:
     def __init__(self, index: GlobalIndex) -> None:
         self._index = index
         # Under which number its pages of each tier are filed; a tier that was cleared gets another one.
-        self._numbers: list[int | None] = [None] * TIERS
+        self._numbers = [_NONE] * TIERS
         self._checksums = [0] * TIERS
 
     def update(self, tier: Tier, added: bytes, removed: bytes) -> None:
@@ -70,7 +72,7 @@ class HolderPages:
             JkvError: the index is full.
         """
         bit = _BIT[tier]
-        if removed and (number := self._numbers[bit]) is not None:
+        if removed and (number := self._numbers[bit]) != _NONE:
             self._checksums[bit] ^= self._index._remove(number, bit, np.unique(page_hashes(removed)))
         if added:
             self._checksums[bit] ^= self._index._add(self._number(bit), bit, np.unique(page_hashes(added)))
@@ -79,9 +81,9 @@ class HolderPages:
     def clear(self, tiers: Sequence[Tier]) -> None:
         """Forgets these tiers at once; what they take in memory is given back bit by bit."""
         for bit in (_BIT[tier] for tier in tiers):
-            if (number := self._numbers[bit]) is not None:
+            if (number := self._numbers[bit]) != _NONE:
                 self._index._forget(number, bit)
-            self._numbers[bit], self._checksums[bit] = None, 0
+            self._numbers[bit], self._checksums[bit] = _NONE, 0
 
     def digest(self) -> dict[Tier, TierDigest]:
         """Of each tier, to compare with the engine's own."""
@@ -91,12 +93,9 @@ class HolderPages:
         }
 
     def _number(self, bit: int) -> int:
-        known = self._numbers[bit]
-        if known is None:
-            used = next((number for number in self._numbers if number is not None), None)
-            known = self._index._take_number(bit, used)
-            self._numbers[bit] = known
-        return known
+        if self._numbers[bit] == _NONE:
+            self._numbers[bit] = self._index._take_number(bit, max(self._numbers))
+        return self._numbers[bit]
 
 
 class GlobalIndex:
@@ -139,14 +138,10 @@ class GlobalIndex:
         if not engines:
             return {}
         held = self._held(pages)
+        numbers = np.array([self._numbers_of(engine) for engine in engines])
         have = np.zeros((len(held), len(engines)), np.uint8)
         for bit in range(TIERS):
-            numbers = {
-                column: number
-                for column, engine in enumerate(engines)
-                if (number := self._number_of(engine, bit)) is not None
-            }
-            have[:, list(numbers)] |= held[:, list(numbers.values())] & np.uint8(1 << bit)
+            have |= held[:, numbers[:, bit]] & np.uint8(1 << bit)
         if shared_l3:
             self._add_shared(held, have, engines, shared_l3)
         return dict(zip(engines, _prefixes(have), strict=True))
@@ -175,15 +170,19 @@ class GlobalIndex:
         for tier in range(TIERS):
             assert ((bits >> tier & 1).sum(0) == self._filed[:, tier]).all()
 
-    def _number_of(self, engine: str, bit: int) -> int | None:
+    def _numbers_of(self, engine: str) -> list[int]:
+        """By tier; `_NONE` where it has no pages."""
         member = self._members.get(engine)
-        return None if member is None else member._numbers[bit]
+        return _NO_NUMBERS if member is None else member._numbers
 
     def _held(self, hashes: Array) -> Array:
-        """Tiers by holder's number as bits, uint8 [pages, numbers], up to the first page that is unknown."""
+        """Tiers by holder's number as bits, uint8 [pages, numbers + 1], up to the first page that is unknown.
+
+        The last column, which is that of `_NONE`, is 0.
+        """
         found = list(self._look_up(hashes))
         values = np.concatenate(found) if found else np.zeros(0, np.uint32)
-        return self._holders.matrix(values, len(self._kept))
+        return self._holders.matrix(values, len(self._kept) + 1)
 
     def _look_up(self, hashes: Array) -> Iterator[Array]:
         for start in range(0, len(hashes), _LOOKED_UP_AT_ONCE):
@@ -205,7 +204,7 @@ class GlobalIndex:
             if others := shared_l3.get(engine):
                 groups.setdefault(tuple(others), []).append(column)
         for others, columns in groups.items():
-            numbers = [number for other in others if (number := self._number_of(other, bit)) is not None]
+            numbers = [self._numbers_of(other)[bit] for other in others]
             readable = np.any(held[:, numbers] & np.uint8(1 << bit), axis=1)
             have[:, columns] |= readable[:, None].astype(np.uint8) << np.uint8(bit)
 
@@ -250,9 +249,9 @@ class GlobalIndex:
         self._table.values[slots] = values
         self._table.remove(slots[values == 0])
 
-    def _take_number(self, tier: int, used: int | None) -> int:
+    def _take_number(self, tier: int, used: int) -> int:
         """A number for a holder's pages of a tier: the one of its other tiers, unless old pages have it."""
-        if used is None or self._filed[used, tier]:
+        if used == _NONE or self._filed[used, tier]:
             free = np.flatnonzero((self._kept == 0) & (self._filed == 0).all(1))
             used = int(free[0]) if len(free) else len(self._kept)
             if not len(free):
@@ -264,8 +263,8 @@ class GlobalIndex:
     def _forget(self, number: int, tier: int) -> None:
         self._kept[number] &= ALL_TIERS & ~(1 << tier)
 
-    def _count(self, number: int | None, tier: int) -> int:
-        return 0 if number is None else int(self._filed[number, tier])
+    def _count(self, number: int, tier: int) -> int:
+        return 0 if number == _NONE else int(self._filed[number, tier])
 
 
 def page_hashes(keys: bytes) -> Array:
@@ -280,5 +279,5 @@ def _prefixes(have: Array) -> list[Match]:
     """From tiers as bits, [pages, engines]."""
     lengths = np.logical_and.accumulate(have != 0, axis=0)
     nearest = np.where(lengths, have & (~have + np.uint8(1)), 0)  # the lowest bit
-    counts = [(nearest == 1 << bit).sum(0).tolist() for bit in range(TIERS)]
-    return [Match(l1=l1, l2=l2, l3=l3) for l1, l2, l3 in zip(*counts, strict=True)]
+    counts = [np.count_nonzero(nearest == 1 << bit, axis=0).tolist() for bit in range(TIERS)]
+    return [Match(*tiers) for tiers in zip(*counts, strict=True)]

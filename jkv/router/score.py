@@ -12,6 +12,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from jkv.router.index import Match
 from jkv.router.load import LoadReport
@@ -26,8 +27,7 @@ _SLOT_S = 1.0
 _ALIKE = 1.5
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """An engine that may get a request, and how much of its prompt the engine has or will have.
 
     `requests` and `prefill_tokens` are what it has to do first (`jkv.router.load`). `coming_pages` are of the
@@ -41,12 +41,11 @@ class Candidate:
     slot_s: float  # for which a request keeps its slot; 0 if unknown
     chosen_at: int  # when it was last chosen, on any count
     match: Match
-    coming_pages: int = 0
     page_bytes: int
+    coming_pages: int = 0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineScore:
+class EngineScore(NamedTuple):
     """Tokens by the tier that will serve them, and expected seconds; `token_s` is that of computing one."""
 
     id: str

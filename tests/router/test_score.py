@@ -111,7 +111,7 @@ def test_a_much_faster_engine_is_preferred_until_its_queue_is_longer() -> None:
     fast = replace(_REPORT, prefill_tokens_per_s=4000.0)
     engines = [_engine("slow"), _engine("slow too"), _engine("fast", report=fast, prefill_tokens=8000)]
     assert _choose(engines, 4000).score.id == "fast"  # 2 s and 1 s against 4 s
-    engines[2] = replace(engines[2], prefill_tokens=14_000)
+    engines[2] = engines[2]._replace(prefill_tokens=14_000)
     assert _choose(engines, 4000).score.id == "slow"
 
 
@@ -119,7 +119,7 @@ def test_what_is_not_measured_is_taken_from_the_others() -> None:
     new = _engine("new", Match(l2=4, l3=4), report=NothingReported(max_num_seqs=8))
     known = _engine("known", Match(l2=4, l3=4))
     scores = score([new, known], 20 * _PAGE, _PAGE)
-    assert scores[0] == replace(scores[1], id="new")
+    assert scores[0] == scores[1]._replace(id="new")
     alone = _one(new, 20 * _PAGE)  # nothing is measured anywhere
     assert 0 < alone.load_s < alone.prefill_s
 
@@ -127,10 +127,10 @@ def test_what_is_not_measured_is_taken_from_the_others() -> None:
 def test_an_engine_without_a_free_slot_is_waited_for() -> None:
     full = _engine("full", Match(l1=10), requests=9, slot_s=4.0)
     assert _one(full, 11 * _PAGE).queue_s == pytest.approx(2 * 4.0 / 8)
-    assert _one(replace(full, requests=7), 11 * _PAGE).queue_s == 0
+    assert _one(full._replace(requests=7), 11 * _PAGE).queue_s == 0
     assert _choose([full, _engine("free")], 11 * _PAGE).score.id == "free"
     # The time that a slot is kept is taken from engines that know it.
-    scores = score([replace(full, slot_s=0.0), _engine("b", slot_s=8.0)], 64, _PAGE)
+    scores = score([full._replace(slot_s=0.0), _engine("b", slot_s=8.0)], 64, _PAGE)
     assert scores[0].queue_s == pytest.approx(2 * 8.0 / 8)
 
 
