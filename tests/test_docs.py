@@ -15,6 +15,7 @@ from jkv.bench.__main__ import _BENCHMARKS
 from jkv.cache.l3.reasons import Reason
 from jkv.client.args import CachePrefix, Connection, Pin, Request, Sampling
 from jkv.config import ServeConfig
+from jkv.router.config import RouterConfig
 
 _ROOT = Path(__file__).parent.parent
 _PAGES = sorted([_ROOT / "README.md", *(_ROOT / "docs").glob("*.md")])
@@ -29,6 +30,9 @@ _OTHER_FLAGS = {
     "--token-ids",
     "--messages",
     "--tier",
+    "--data-dir",
+    "--port",
+    "--auto-compaction-retention",
 }
 
 
@@ -56,7 +60,7 @@ def test_readme_lists_the_flags_of_serve_as_help_does() -> None:
 def test_every_flag_that_the_pages_name_exists() -> None:
     options = [benchmark.options for benchmark in _BENCHMARKS.values()]
     known = set(_OTHER_FLAGS)
-    for cls in (ServeConfig, Connection, Request, Sampling, CachePrefix, Pin, *options):
+    for cls in (ServeConfig, RouterConfig, Connection, Request, Sampling, CachePrefix, Pin, *options):
         known |= {name for action in _actions(cls) for name in action.option_strings}
     for page in _PAGES:
         named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", page.read_text()))
