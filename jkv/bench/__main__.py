@@ -1,4 +1,4 @@
-"""`python -m jkv.bench serving|interference|cached|multiturn|tiers|trace ...`."""
+"""`python -m jkv.bench serving|interference|cached|multiturn|tiers|trace|router ...`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from jkv import flags
-from jkv.bench import cached, interference, multiturn, serving, tiers, trace
+from jkv.bench import cached, interference, multiturn, router, serving, tiers, trace
 from jkv.bench.calibrate import calibrate
 from jkv.bench.drive import Target, connected
 from jkv.bench.options import ReportOptions, TargetOptions
@@ -47,6 +47,12 @@ async def _on_engine(options: tiers.TiersOptions) -> Measured:
 
 async def _offline(options: trace.TraceOptions) -> Measured:
     return Measured(report=await asyncio.to_thread(trace.run, options), subject=options.file)
+
+
+async def _router(options: router.RouterOptions) -> Measured:
+    calibration = await asyncio.to_thread(calibrate)
+    report = await asyncio.to_thread(router.run, options)
+    return Measured(report=report, subject="made-up pages and prompts", calibration=calibration)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +92,11 @@ _BENCHMARKS = {
         options=trace.TraceOptions,
         run=_offline,
         description="Replay a recorded load through the cache's policies; report the hit rate by capacity.",
+    ),
+    "router": _Benchmark(
+        options=router.RouterOptions,
+        run=_router,
+        description="Measure a router's index and choices with millions of pages, quiet and under churn.",
     ),
 }
 
