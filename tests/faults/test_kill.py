@@ -45,8 +45,9 @@ def test_what_was_published_is_served_and_nothing_else(tmp_path: Path, kills: in
         leave_stale_locks(store)
     with tiered(tmp_path, store=store) as subject:
         survived(subject, asked)
+        assert len(list(store.iterdir())) == 1, "each start took the same owner over"
+        read_by_another(subject, asked, tmp_path / "another")
     assert in_mid_write, "no kill came between two pages of a prompt"
-    assert len(list(store.iterdir())) == 1, "each start took the same owner over"
 
 
 def ask_until_killed(subject: Tiered, asked: Sequence[list[int]], enough: int) -> None:
@@ -95,6 +96,22 @@ def survived(subject: Tiered, asked: Sequence[list[int]]) -> None:
     in_parallel(lambda n: same(subject.cold(asked[n]), expected[n]), range(len(asked)), CLIENTS)
     assert subject.errors() == {}
     subject.is_idle_and_empty()
+
+
+def read_by_another(subject: Tiered, asked: Sequence[list[int]], directory: Path) -> None:
+    """A second server on the store serves the first one's pages, which it does not own, before and after the
+    first is killed.
+    """
+    directory.mkdir()
+    with tiered(directory, store=subject.store) as other:
+        for prompt in asked:
+            if prompt is asked[len(asked) // 2]:
+                subject.server.kill()
+            answer = other.ask(prompt)
+            assert answer.tiers == {"l3": PAGES * PAGE}
+            same(answer, other.cold(prompt))
+        assert other.l3.pages == 0
+        assert other.errors() == {}
 
 
 def same(one: Answer, other: Answer) -> None:

@@ -39,9 +39,10 @@ def test_all_pages_are_there_after_a_restart(tmp_path: Path) -> None:
             pin_and_look(subject, life, asked)
             subject.faults.set(write_slow=1.0, slow_s=0.02)
             stop(subject)
-    with tiered(tmp_path) as subject:
+    with tiered(tmp_path, "--drain-timeout", "1", "--load-timeout", "1") as subject:
         survived(subject, asked, expected)
         assert subject.l3.pages == sum(life.prompts for life in LIVES) * PAGES
+        ends_though_the_disk_hangs(subject, asked[0], new_prompt(PAGES))
 
 
 def pin_and_look(subject: Tiered, life: Life, asked: list[list[int]]) -> None:
@@ -62,3 +63,13 @@ def survived(subject: Tiered, asked: list[list[int]], expected: list[Answer]) ->
         assert (answer.bits, answer.tiers) == (before.bits, {"l3": PAGES * PAGE})
     assert subject.errors() == {}
     subject.flush("l1", "l2")
+
+
+def ends_though_the_disk_hangs(subject: Tiered, old: list[int], new: list[int]) -> None:
+    """Reads and writes under way that will not come back keep neither requests nor the process."""
+    subject.faults.set(read_slow=1.0, write_slow=1.0, slow_s=3600)
+    for prompt in (old, new):
+        answer = subject.ask(prompt)
+        assert (answer.bits, answer.tiers) == (subject.cold(prompt).bits, {})
+    assert subject.stats().pending_writes
+    stop(subject)
