@@ -75,7 +75,7 @@ class Registration:
                     self._lease, self._was_in = lease, True
                     self._set(RegistrationState.IN, "")
                     return
-        except BaseException:
+        except Exception:
             with contextlib.suppress(EtcdError):
                 await self._etcd.revoke(lease)
             raise
@@ -115,12 +115,14 @@ class Registration:
                 await asyncio.sleep(self._backoff.next())
 
     async def leave(self) -> None:
-        """Takes the record away, in a way that tells routers that this is meant; best effort."""
+        """Takes the record away, in a way that tells routers that this is meant; best effort. `run` must have
+        ended.
+        """
         lease, self._lease = self._lease, 0
         if not lease:
             return
         self._set(RegistrationState.OUT, "left")
-        with contextlib.suppress(EtcdError):
+        with contextlib.suppress(EtcdError, EngineReplacedError):
             own = await self._own_revision()
             left = Put(self._key, records.encode(LeftRecord(id=self._record.id)), lease)
             await self._etcd.txn([ops.modified_at(self._key, own)], [left])

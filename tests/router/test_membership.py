@@ -191,6 +191,20 @@ def test_the_older_of_two_processes_with_one_id_gives_way(shared_etcd: EtcdServe
     play(shared_etcd, cluster, scene)
 
 
+def test_an_engine_that_leaves_lets_its_successor_stay(shared_etcd: EtcdServer, cluster: str) -> None:
+    async def scene(own: Cluster) -> None:
+        old = own.registration(engine(address="old:1"))
+        await old.join()
+        await own.start(engine(address="new:1"))
+        await old.leave()
+        await own.until(lambda: bool(own.members.members))
+        assert own.members.members["one"].address == "new:1"
+        await asyncio.sleep(1)
+        assert "one left" not in own.changes
+
+    play(shared_etcd, cluster, scene)
+
+
 def test_a_record_that_is_deleted_comes_back_unnoticed(shared_etcd: EtcdServer, cluster: str) -> None:
     async def scene(own: Cluster) -> None:
         await own.start(engine())
