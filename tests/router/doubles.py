@@ -184,11 +184,14 @@ class Double(pb_grpc.GenerationServicer, pb_grpc.ReplicaServicer):
             raise OverloadedError("the queue is full", 0.3)
         if self.failing:
             raise RuntimeError("out of order")
+        self.load.running += 1
         try:
             await self._generate(request, context)
         except asyncio.CancelledError:
             self.cancelled.set()
             raise
+        finally:
+            self.load.running -= 1
 
     async def _generate(self, request: pb.GenerateRequest, context: Any) -> None:
         ids, written = list(request.token_ids.ids), 0

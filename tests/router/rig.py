@@ -103,7 +103,7 @@ class Rig:
 async def rig_for(engines: list[Double], **flags: Any) -> AsyncGenerator[Rig, None]:
     """A router of these engines, once it follows all of them."""
     addresses = [engine.address for engine in engines]
-    config = RouterConfig(**{"engines": ",".join(addresses), "suspect_after": 0.3, **flags})
+    config = RouterConfig(engines=",".join(addresses), **flags)
     router = Router(config, StaticMembers(addresses))
     rig = Rig(router, f"127.0.0.1:{await router.start('127.0.0.1', 0)}")
     try:

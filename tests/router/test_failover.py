@@ -120,7 +120,7 @@ def test_an_engine_that_gives_an_answer_up_is_left_without_the_text_that_it_let_
 
 def test_a_silent_engine_loses_its_requests_and_serves_again_when_it_speaks() -> None:
     async def run() -> None:
-        async with cluster("one", "two") as (rig, engines):
+        async with cluster("one", "two", suspect_after=0.5) as (rig, engines):
             request = prompt(ignore_eos=True)
             request.no_cache = True
             whole = await _uninterrupted(rig, request)
@@ -141,13 +141,13 @@ def test_a_silent_engine_loses_its_requests_and_serves_again_when_it_speaks() ->
 
 def test_a_silent_engine_keeps_its_requests_where_there_is_no_other() -> None:
     async def run() -> None:
-        async with cluster("one") as (rig, (engine,)):
+        async with cluster("one", suspect_after=0.5) as (rig, (engine,)):
             engine.hold_after = 3
             call = asyncio.create_task(rig.generate(prompt(ignore_eos=True)))
             await engine.held.wait()
             engine.silent.set()
             engine.released.set()
-            await asyncio.sleep(1)
+            await asyncio.sleep(1.5)
             assert (await rig.status())["one"].state == "suspect"
             refused = await rig.generate(prompt())
             assert refused.code is grpc.StatusCode.UNAVAILABLE
