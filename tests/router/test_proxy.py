@@ -271,7 +271,8 @@ def test_a_herd_of_new_prompts_spreads() -> None:
                 engine.hold_after = 0
             calls = [asyncio.create_task(rig.generate(prompt([number, *PROMPT]))) for number in range(40)]
             await until(lambda: sum(len(engine.requests) for engine in engines) == 40)
-            assert [len(engine.requests) for engine in engines] == [10, 10, 10, 10]
+            counts = [len(engine.requests) for engine in engines]
+            assert max(counts) - min(counts) <= 2
             for engine in engines:
                 engine.released.set()
             assert {(await call).code for call in calls} == {grpc.StatusCode.OK}
