@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -43,35 +43,47 @@ def free_ports(count: int) -> list[int]:
 class EtcdServer:
     """One member; `address` stays the same over restarts."""
 
-    def __init__(self, directory: Path, *flags: str, scheme: str = "http") -> None:
-        self._data, self._log, self._flags, self._scheme = (
-            directory / "data",
-            directory / "log",
-            flags,
-            scheme,
-        )
-        client, self._peer = free_ports(2)
+    def __init__(
+        self,
+        directory: Path,
+        *flags: str,
+        scheme: str = "http",
+        name: str = "one",
+        peers: Mapping[str, int] | None = None,
+        wait: bool = True,
+    ) -> None:
+        """`peers` are the peer ports of all members by name, where there is more than this one."""
+        directory.mkdir(parents=True, exist_ok=True)
+        self._data, self._log, self._flags = directory / "data", directory / "log", flags
+        self._scheme, self._name = scheme, name
+        client, peer = free_ports(2)
+        self._peers = peers or {name: peer}
         self.address = f"127.0.0.1:{client}"
         self._process: subprocess.Popen[bytes] | None = None
-        self.start()
+        self.start(wait=wait)
 
     @property
     def options(self) -> EtcdOptions:
-        return EtcdOptions(endpoints=(self.address,))
+        return EtcdOptions(endpoints=self.endpoints)
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        return (self.address,)
 
     def start(self, *, wait: bool = True) -> None:
         urls = f"{self._scheme}://{self.address}"
-        peer = f"http://127.0.0.1:{self._peer}"
-        command = [_binary(), "--name", "one", "--data-dir", str(self._data), "--log-level", "warn"]
+        peer = f"http://127.0.0.1:{self._peers[self._name]}"
+        everyone = ",".join(f"{name}=http://127.0.0.1:{port}" for name, port in self._peers.items())
+        command = [_binary(), "--name", self._name, "--data-dir", str(self._data), "--log-level", "warn"]
         command += ["--listen-client-urls", urls, "--advertise-client-urls", urls]
         command += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer]
-        command += ["--initial-cluster", f"one={peer}", "--unsafe-no-fsync", *self._flags]
+        command += ["--initial-cluster", everyone, "--unsafe-no-fsync", *self._flags]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
         if wait:
-            self._wait()
+            self.wait()
 
     def kill(self) -> None:
         """SIGKILL, and the data stays."""
@@ -106,7 +118,8 @@ class EtcdServer:
         with urllib.request.urlopen(f"http://{self.address}/v3/{path}", body, timeout=10) as reply:
             return json.load(reply)
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
+        """Until it serves, which takes a majority of its cluster."""
         end = time.monotonic() + _START_S
         host, port = self.address.split(":")
         while time.monotonic() < end:
@@ -127,9 +140,24 @@ class EtcdServer:
 
 @contextmanager
 def etcd_server(directory: Path, *flags: str, scheme: str = "http") -> Iterator[EtcdServer]:
-    directory.mkdir(parents=True, exist_ok=True)
     server = EtcdServer(directory, *flags, scheme=scheme)
     try:
         yield server
     finally:
         server.kill()
+
+
+@contextmanager
+def etcd_members(directory: Path, count: int) -> Iterator[list[EtcdServer]]:
+    """One cluster of several members."""
+    peers = {f"m{number}": port for number, port in enumerate(free_ports(count))}
+    servers: list[EtcdServer] = []
+    try:
+        for name in peers:
+            servers.append(EtcdServer(directory / name, name=name, peers=peers, wait=False))
+        for server in servers:
+            server.wait()
+        yield servers
+    finally:
+        for server in servers:
+            server.kill()

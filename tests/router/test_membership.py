@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 
 import pytest
 
@@ -16,7 +17,7 @@ from jkv.router.membership import MemberChange, Members, StaticMembers
 from jkv.router.records import EngineRecord, EngineRefusedError
 from jkv.router.registration import EngineReplacedError, Registration, RegistrationState
 from tests.router.engine_records import engine
-from tests.router.etcd_server import EtcdServer
+from tests.router.etcd_server import EtcdServer, etcd_members
 
 WAIT_S = 30.0
 
@@ -24,8 +25,8 @@ WAIT_S = 30.0
 class Cluster:
     """A router's members, and engines as tasks, each with an etcd client of its own."""
 
-    def __init__(self, server: EtcdServer, name: str, *, grace_s: float, lease_s: int) -> None:
-        self.server, self.name, self._lease_s = server, name, lease_s
+    def __init__(self, endpoints: tuple[str, ...], name: str, *, grace_s: float, lease_s: int) -> None:
+        self._endpoints, self.name, self._lease_s = endpoints, name, lease_s
         self._clients: list[Etcd] = []
         self._tasks: list[asyncio.Task[None]] = []
         self.members = Members(self.client(), name, grace_s=grace_s)
@@ -34,7 +35,7 @@ class Cluster:
         self._tasks.append(asyncio.create_task(self.members.run()))
 
     def client(self) -> Etcd:
-        client = Etcd(EtcdOptions(endpoints=(self.server.address,), timeout_s=1.0))
+        client = Etcd(EtcdOptions(endpoints=self._endpoints, timeout_s=1.0))
         self._clients.append(client)
         return client
 
@@ -70,7 +71,7 @@ class Cluster:
 
 
 def play(
-    server: EtcdServer,
+    endpoints: tuple[str, ...],
     name: str,
     scene: Callable[[Cluster], Awaitable[None]],
     *,
@@ -79,7 +80,7 @@ def play(
 ) -> None:
     @contextlib.asynccontextmanager
     async def cluster() -> AsyncIterator[Cluster]:
-        made = Cluster(server, name, grace_s=grace_s, lease_s=lease_s)
+        made = Cluster(endpoints, name, grace_s=grace_s, lease_s=lease_s)
         try:
             yield made
         finally:
@@ -120,7 +121,7 @@ def test_engines_join_change_leave_and_are_replaced(shared_etcd: EtcdServer, clu
         assert late == ["two"]
         unsubscribe()
 
-    play(shared_etcd, cluster, scene)
+    play(shared_etcd.endpoints, cluster, scene)
 
 
 def test_an_engine_that_dies_is_gone_after_its_lease_and_the_grace(
@@ -133,7 +134,7 @@ def test_an_engine_that_dies_is_gone_after_its_lease_and_the_grace(
         await own.until(lambda: not own.members.members)
         assert own.changes == ["one joined", "one left"]
 
-    play(shared_etcd, cluster, scene, grace_s=0.2, lease_s=1)
+    play(shared_etcd.endpoints, cluster, scene, grace_s=0.2, lease_s=1)
 
 
 def test_an_engine_with_other_pages_is_refused_until_the_others_have_gone(
@@ -156,7 +157,7 @@ def test_an_engine_with_other_pages_is_refused_until_the_others_have_gone(
         await own.until(lambda: own.members.members.keys() == {"odd", "namesake"})
         assert not own.members.refused
 
-    play(shared_etcd, cluster, scene)
+    play(shared_etcd.endpoints, cluster, scene)
 
 
 def test_of_many_that_start_at_once_only_those_of_one_kind_get_in(
@@ -173,7 +174,7 @@ def test_of_many_that_start_at_once_only_those_of_one_kind_get_in(
         for size, result in zip(sizes, results, strict=True):
             assert size in inside or isinstance(result, EngineRefusedError), result
 
-    play(shared_etcd, cluster, scene, lease_s=20)
+    play(shared_etcd.endpoints, cluster, scene, lease_s=20)
 
 
 def test_the_older_of_two_processes_with_one_id_gives_way(shared_etcd: EtcdServer, cluster: str) -> None:
@@ -188,7 +189,7 @@ def test_the_older_of_two_processes_with_one_id_gives_way(shared_etcd: EtcdServe
             await old.join()
         await own.until(lambda: own.members.members["one"].address == "new:1")
 
-    play(shared_etcd, cluster, scene)
+    play(shared_etcd.endpoints, cluster, scene)
 
 
 def test_an_engine_that_leaves_lets_its_successor_stay(shared_etcd: EtcdServer, cluster: str) -> None:
@@ -202,7 +203,7 @@ def test_an_engine_that_leaves_lets_its_successor_stay(shared_etcd: EtcdServer, 
         await asyncio.sleep(1)
         assert "one left" not in own.changes
 
-    play(shared_etcd, cluster, scene)
+    play(shared_etcd.endpoints, cluster, scene)
 
 
 def test_a_record_that_is_deleted_comes_back_unnoticed(shared_etcd: EtcdServer, cluster: str) -> None:
@@ -215,7 +216,7 @@ def test_a_record_that_is_deleted_comes_back_unnoticed(shared_etcd: EtcdServer, 
         assert await own.client().get(key) is not None
         assert own.changes == ["one joined"]
 
-    play(shared_etcd, cluster, scene)
+    play(shared_etcd.endpoints, cluster, scene)
 
 
 def test_records_that_cannot_be_read_are_shown_as_refused(shared_etcd: EtcdServer, cluster: str) -> None:
@@ -226,7 +227,7 @@ def test_records_that_cannot_be_read_are_shown_as_refused(shared_etcd: EtcdServe
         await own.client().txn([], [Delete(records.engine_key(cluster, "odd"))])
         await own.until(lambda: not own.members.refused)
 
-    play(shared_etcd, cluster, scene)
+    play(shared_etcd.endpoints, cluster, scene)
 
 
 def test_a_killed_etcd_freezes_the_view_and_nothing_flaps(own_etcd: EtcdServer) -> None:
@@ -245,7 +246,7 @@ def test_a_killed_etcd_freezes_the_view_and_nothing_flaps(own_etcd: EtcdServer) 
         await own.until(lambda: "two" in own.members.members)
         assert own.changes == ["one joined", "two joined"]
 
-    play(own_etcd, "c", scene)
+    play(own_etcd.endpoints, "c", scene)
 
 
 def test_an_emptied_etcd_is_filled_again_by_the_engines(own_etcd: EtcdServer) -> None:
@@ -268,18 +269,18 @@ def test_an_emptied_etcd_is_filled_again_by_the_engines(own_etcd: EtcdServer) ->
         await asyncio.sleep(4.5)  # longer than the grace: nobody was only waiting to be removed
         assert sorted(own.changes) == ["e0 joined", "e1 joined", "e2 joined", "new joined"]
 
-    play(own_etcd, "c", scene, grace_s=4.0)
+    play(own_etcd.endpoints, "c", scene, grace_s=4.0)
 
 
-def _stopped(seconds: float) -> Callable[[Cluster], Awaitable[None]]:
+def _stopped(server: EtcdServer, seconds: float) -> Callable[[Cluster], Awaitable[None]]:
     async def scene(own: Cluster) -> None:
         registration, _ = await own.start(engine())
         await own.until(lambda: bool(own.members.members))
-        own.server.stop()
+        server.stop()
         await asyncio.sleep(seconds)
         assert not own.members.state.current
         assert registration.status.state is RegistrationState.OUT
-        own.server.resume()
+        server.resume()
         await own.until(lambda: own.members.state.current)
         await own.until(lambda: registration.status.state is RegistrationState.IN)
         await asyncio.sleep(2)
@@ -289,12 +290,37 @@ def _stopped(seconds: float) -> Callable[[Cluster], Awaitable[None]]:
 
 
 def test_a_stopped_etcd_freezes_the_view_although_leases_run_out(own_etcd: EtcdServer) -> None:
-    play(own_etcd, "c", _stopped(5), lease_s=2)
+    play(own_etcd.endpoints, "c", _stopped(own_etcd, 5), lease_s=2)
 
 
 @pytest.mark.full
 def test_an_etcd_stopped_for_longer_than_the_lease(own_etcd: EtcdServer) -> None:
-    play(own_etcd, "c", _stopped(15), lease_s=10, grace_s=15)
+    play(own_etcd.endpoints, "c", _stopped(own_etcd, 15), lease_s=10, grace_s=15)
+
+
+@pytest.mark.full
+def test_members_of_etcd_die_and_freeze_one_after_the_other(tmp_path: Path) -> None:
+    """Nobody leaves, and who joins is seen, while a majority lives."""
+
+    async def scene(own: Cluster) -> None:
+        await own.start(engine("e0"))
+        await own.until(lambda: "e0" in own.members.members)
+        for number, server in enumerate(servers, start=1):
+            server.stop() if number == 2 else server.kill()
+            registration = own.registration(engine(f"e{number}"))
+            own.run(registration)
+            await own.until(lambda number=number: f"e{number}" in own.members.members)
+            if number == 2:
+                server.resume()
+            else:
+                await asyncio.to_thread(server.start)
+            await own.until(lambda: own.members.state.current)
+        await asyncio.sleep(3)
+        assert own.changes == [f"e{number} joined" for number in range(4)]
+
+    with etcd_members(tmp_path, 3) as servers:
+        endpoints = tuple(server.address for server in servers)
+        play(endpoints, "c", scene, lease_s=5)
 
 
 def test_a_static_set_is_there_at_once() -> None:
