@@ -1,7 +1,7 @@
 """The decoder in Flax NNX: Llama, Mistral, Qwen2 and Qwen3 differ only by the flags of ModelConfig.
 
 Weights keep Hugging Face's `[out, in]` orientation: nothing is transposed at load, and on CPU YNNPACK
-then gives a product's rows the same bits for any number of rows from two up.
+then gives a product's rows the same bits for any number of rows from two up (see `product`).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class StepShape:
     pages: int
     blocks: AttentionBlocks
     unroll_layers: bool
+    weights_first: bool  # see `product`
 
 
 @jax.tree_util.register_dataclass
@@ -47,8 +48,8 @@ class Linear(nnx.Module):
         self.weight = nnx.Param(jnp.zeros((outputs, inputs), dtype))
         self.bias = nnx.Param(jnp.zeros((outputs,), dtype)) if bias else None
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        y = jnp.einsum("ti,oi->to", x, self.weight[...])
+    def __call__(self, x: jax.Array, *, weights_first: bool) -> jax.Array:
+        y = product(x, self.weight[...], weights_first=weights_first)
         return y if self.bias is None else y + self.bias[...]
 
 
@@ -85,9 +86,10 @@ class Attention(nnx.Module):
         context: LayerContext,
         shape: StepShape,
     ) -> tuple[jax.Array, KvArrays[jax.Array]]:
-        q = self.q_proj(x).reshape(-1, self.heads, self.head_dim)
-        k = self.k_proj(x).reshape(-1, self.kv_heads, self.head_dim)
-        v = self.v_proj(x).reshape(-1, self.kv_heads, self.head_dim)
+        first = shape.weights_first
+        q = self.q_proj(x, weights_first=first).reshape(-1, self.heads, self.head_dim)
+        k = self.k_proj(x, weights_first=first).reshape(-1, self.kv_heads, self.head_dim)
+        v = self.v_proj(x, weights_first=first).reshape(-1, self.kv_heads, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, context.cos, context.sin), rotate(k, context.cos, context.sin)
@@ -102,7 +104,7 @@ class Attention(nnx.Module):
             scale=self.head_dim**-0.5,
             blocks=shape.blocks,
         )
-        return self.o_proj(out.reshape(x.shape[0], -1)), pool
+        return self.o_proj(out.reshape(x.shape[0], -1), weights_first=first), pool
 
 
 class MLP(nnx.Module):
@@ -114,8 +116,10 @@ class MLP(nnx.Module):
         self.up_proj = Linear(size, inner, bias=bias, dtype=dtype)
         self.down_proj = Linear(inner, size, bias=bias, dtype=dtype)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+    def __call__(self, x: jax.Array, *, weights_first: bool) -> jax.Array:
+        gate = self.gate_proj(x, weights_first=weights_first)
+        inner = jax.nn.silu(gate) * self.up_proj(x, weights_first=weights_first)
+        return self.down_proj(inner, weights_first=weights_first)
 
 
 class DecoderLayer(nnx.Module):
@@ -138,7 +142,22 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[jax.Array, KvArrays[jax.Array]]:
         attended, pool = self.self_attn(self.input_layernorm(x), pool, layer, window, context, shape)
         x = x + attended
-        return x + self.mlp(self.post_attention_layernorm(x)), pool
+        return x + self.mlp(self.post_attention_layernorm(x), weights_first=shape.weights_first), pool
+
+
+def product(
+    x: jax.Array, weight: jax.Array, *, weights_first: bool, dtype: DTypeLike | None = None
+) -> jax.Array:
+    """`[T, in] x [out, in] -> [T, out]`, in x's dtype unless `dtype` is given.
+
+    XLA:CPU first copies the right operand of a product into another order, which for few rows costs as much
+    as the product itself. `weights_first` makes that operand `x`; the rows' bits are then not those of other
+    products.
+    """
+    if not weights_first:
+        return jnp.einsum("ti,oi->to", x, weight, preferred_element_type=dtype)
+    # Without the barrier XLA would turn the transposed product back into the other one.
+    return lax.optimization_barrier(jnp.einsum("oi,ti->ot", weight, x, preferred_element_type=dtype)).T
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from jkv.kernels.batch import StepBatch
 from jkv.kernels.kv_pool import KvArrays
 from jkv.models.config import ModelConfig
-from jkv.models.decoder import LayerContext, StepShape, layer_context, layer_windows, rms_norm
+from jkv.models.decoder import LayerContext, StepShape, layer_context, layer_windows, product, rms_norm
 from jkv.models.params import Params, layer_definition
 
 _Carry = tuple[jax.Array, KvArrays[jax.Array]]
@@ -63,10 +63,10 @@ def forward(
     return rms_norm(x[batch.sample_rows], params.norm, config.rms_norm_eps), pool
 
 
-def logits(params: Params, hidden: jax.Array) -> jax.Array:
-    """`[S, hidden]` to float32 `[S, vocab]`."""
+def logits(params: Params, hidden: jax.Array, *, weights_first: bool) -> jax.Array:
+    """`[S, hidden]` to float32 `[S, vocab]`; `weights_first` as in `product`."""
     head = params.embed if params.head is None else params.head
-    return jnp.einsum("sh,vh->sv", hidden, head, preferred_element_type=jnp.float32)
+    return product(hidden, head, weights_first=weights_first, dtype=jnp.float32)
 
 
 def _layer(
