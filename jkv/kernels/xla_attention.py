@@ -94,9 +94,9 @@ class _PagedAttention:
         blocks: AttentionBlocks,
         q: jax.Array,
     ) -> None:
-        _, self.page_size, self.width = pool.values.shape
+        _, self.page_size, width = pool.values.shape
         _, self.heads, self.head_dim = q.shape
-        self.kv_heads = self.width // (2 * self.head_dim)
+        self.kv_heads = width // (2 * self.head_dim)
         self.group = self.heads // self.kv_heads
         self.pool = pool
         # By default TPUs and GPUs round the operands of float32 products, and XLA:TPU does so to the whole
@@ -130,36 +130,37 @@ class _PagedAttention:
         return (distance >= 0) & (distance < self.window)
 
     def decode(self, out: jax.Array) -> jax.Array:
-        """One query a sequence. All heads share one product over whole cache rows, each row of q zero
-        outside its head: more arithmetic, but the keys are read as they lie, and reading them is what a
-        decode costs."""
+        """One query a sequence. A head's keys and values are read together, as they lie: q is zero over the
+        values, and of what the weights sum only the half of the values counts.
+        """
         if self.blocks.one_path:
             return self._decode_as_prefill(out)
         keys = max(self.blocks.decode_keys, self.page_size)
-        spread, pick = self._head_masks()
 
         def one(index: jax.Array, out: jax.Array) -> jax.Array:
             seq = self._sequence(index)
             position = seq.kv_len - 1
-            q = (self.q[index][:, None, :] * spread[:, :, None]).reshape(-1, self.width)
+            q = self.q[index].reshape(self.kv_heads, self.group, self.head_dim)
+            q = jnp.pad(q, ((0, 0), (0, 0), (0, self.head_dim)))
 
             def body(block: jax.Array, run: _Running) -> _Running:
-                kv = self._load(seq, block, keys)
-                scores = jnp.einsum("re,ke->rk", q, kv, precision=self.precision)
+                kv = self._load(seq, block, keys).reshape(keys, self.kv_heads, 2 * self.head_dim)
+                kv = kv.transpose(1, 0, 2)
+                # XLA:CPU copies a product's right operand into another order: let that be q. Without the
+                # barrier XLA would swap them back.
+                scores = jnp.einsum("hke,hre->hkr", kv, q, precision=self.precision)
+                scores = lax.optimization_barrier(scores).transpose(0, 2, 1)
                 seen = self._visible(block, keys, position[None])
                 return _accumulate(
                     run,
-                    jnp.where(seen, scores, _MASKED),
-                    lambda p: jnp.einsum("rk,ke->re", p, kv, precision=self.precision),
+                    jnp.where(seen[None], scores, _MASKED),
+                    lambda p: jnp.einsum("hrk,hke->hre", p, kv, precision=self.precision),
                 )
 
-            start = _empty((q.shape[0],), self.width)
+            start = _empty((self.kv_heads, self.group), 2 * self.head_dim)
             run = lax.fori_loop(self._first_block(position, keys), position // keys + 1, body, start)
-            rows = (run.out / run.total[:, None])[: self.heads].reshape(
-                self.heads, 2 * self.kv_heads, self.head_dim
-            )
-            picked = jnp.where(pick[:, :, None], rows, 0).sum(axis=1)
-            return lax.dynamic_update_index_in_dim(out, picked, index, 0)
+            rows = (run.out / run.total[..., None])[..., self.head_dim :]
+            return lax.dynamic_update_index_in_dim(out, rows.reshape(self.heads, self.head_dim), index, 0)
 
         return lax.fori_loop(0, self.batch.counts[0], one, out)
 
@@ -171,17 +172,6 @@ class _PagedAttention:
             lambda i, out: self._query_block(self._sequence(i), 0, out, queries=2),
             out,
         )
-
-    def _head_masks(self) -> tuple[jax.Array, jax.Array]:
-        """`[rows, 2 * kv_heads]`: where a query head's key lies in a cache row, and where its value lies.
-
-        A single head gets a second row, for a product of one row rounds differently from those of more.
-        """
-        head = jnp.arange(self.heads) // self.group
-        column = jnp.arange(2 * self.kv_heads)
-        spread = (column[None, :] == 2 * head[:, None]).astype(jnp.float32)
-        pick = column[None, :] == 2 * head[:, None] + 1
-        return jnp.pad(spread, ((0, int(self.heads == 1)), (0, 0))), pick
 
     def prefill(self, out: jax.Array) -> jax.Array:
         """Chunks of several queries, a block of queries at a time against its causal key blocks only."""
