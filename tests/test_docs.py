@@ -16,6 +16,7 @@ from jkv.cache.l3.reasons import Reason
 from jkv.client.args import CachePrefix, Connection, Pin, Request, Sampling
 from jkv.config import ServeConfig
 from jkv.router.config import RouterConfig
+from jkv.router.config import RouterConfig
 
 _ROOT = Path(__file__).parent.parent
 _PAGES = sorted([_ROOT / "README.md", *(_ROOT / "docs").glob("*.md")])
@@ -55,6 +56,12 @@ def test_readme_lists_the_flags_of_serve_as_help_does() -> None:
     lines = (_ROOT / "README.md").read_text().splitlines()
     listed = [line for line in lines if line.startswith("| `--")]
     assert listed == [_row(action) for action in _actions(ServeConfig)]
+
+
+def test_the_cluster_page_lists_the_flags_of_the_router_as_help_does() -> None:
+    lines = (_ROOT / "docs" / "cluster.md").read_text().splitlines()
+    listed = [line for line in lines if line.startswith("| `--")]
+    assert listed == [_row(action) for action in _actions(RouterConfig)]
 
 
 def test_every_flag_that_the_pages_name_exists() -> None:
