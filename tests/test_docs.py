@@ -16,7 +16,6 @@ from jkv.cache.l3.reasons import Reason
 from jkv.client.args import CachePrefix, Connection, Pin, Request, Sampling
 from jkv.config import ServeConfig
 from jkv.router.config import RouterConfig
-from jkv.router.config import RouterConfig
 
 _ROOT = Path(__file__).parent.parent
 _PAGES = sorted([_ROOT / "README.md", *(_ROOT / "docs").glob("*.md")])
