@@ -53,12 +53,17 @@ class Policy(Protocol):
 
 
 def cache_aware(ballot: Ballot) -> tuple[int, str]:
-    """The shortest expected time to the first token; of near ones, the least loaded."""
-    times = [one.ttft_s for one in ballot.scores]
-    best = min(times)
-    near = [number for number, time in enumerate(times) if time <= best + ballot.near_s]
+    """The shortest expected time to the first token; of near ones, the least loaded.
+
+    Where requests wait, the time that its work takes from them counts as well. Without that every request
+    would move to the shortest queue, its prefix be computed there again, and another one evicted for it: in a
+    simulated cluster near saturation hits fell from 0.94 of the ideal to 0.56.
+    """
+    costs = [one.cost_s for one in ballot.scores]
+    best = min(costs)
+    near = [number for number, cost in enumerate(costs) if cost <= best + ballot.near_s]
     if len(near) == 1:
-        return near[0], "the shortest expected time to the first token"
+        return near[0], "the shortest expected time to the first token, its own and that of those behind it"
     return ballot.least_loaded(near), f"the least loaded of {len(near)} whose expected times are near"
 
 

@@ -46,7 +46,10 @@ class Candidate(NamedTuple):
 
 
 class EngineScore(NamedTuple):
-    """Tokens by the tier that will serve them, and expected seconds; `token_s` is that of computing one."""
+    """Tokens by the tier that will serve them, and expected seconds; `token_s` is that of computing one.
+
+    `waiting` requests are there that have not started.
+    """
 
     id: str
     l1_tokens: int
@@ -56,10 +59,18 @@ class EngineScore(NamedTuple):
     load_s: float
     prefill_s: float
     token_s: float
+    waiting: int
 
     @property
     def ttft_s(self) -> float:
         return self.queue_s + self.load_s + self.prefill_s
+
+    @property
+    def cost_s(self) -> float:
+        """The time to its first token, and what its work costs as many requests as wait there now: those that
+        will come after it.
+        """
+        return self.queue_s + (1 + self.waiting) * (self.load_s + self.prefill_s)
 
     @property
     def cached_tokens(self) -> int:
@@ -123,6 +134,7 @@ def _score(candidate: Candidate, prompt_tokens: int, page_size: int, fleet: _Fle
         load_s=l2_s + l3_s,
         prefill_s=(prompt_tokens - l1 - l2 - l3) / prefill,
         token_s=1 / prefill,
+        waiting=max(candidate.requests - report.running, 0),
     )
 
 

@@ -85,11 +85,20 @@ def test_31_of_32_pages_beat_none_and_give_way_to_a_queue() -> None:
 
 @pytest.mark.parametrize("fewer", [31, 30])
 def test_near_ties_go_to_the_least_loaded(fewer: int) -> None:
-    whole = _engine("whole", Match(l1=32), requests=2)
-    choice = _choose([whole, _engine("near", Match(l1=fewer), requests=1)], 33 * _PAGE)
+    two = replace(_REPORT, running=2)
+    whole = _engine("whole", Match(l1=32), requests=2, report=two)
+    choice = _choose([whole, _engine("near", Match(l1=fewer))], 33 * _PAGE)
     assert choice.score.id == "near"
     assert choice.why == "the least loaded of 2 whose expected times are near"
-    assert _choose([whole, _engine("far", Match(l1=29), requests=1)], 33 * _PAGE).score.id == "whole"
+    assert _choose([whole, _engine("far", Match(l1=29))], 33 * _PAGE).score.id == "whole"
+
+
+def test_a_prefix_is_computed_again_sooner_where_nobody_waits_for_that() -> None:
+    warm = _engine("warm", Match(l1=31), prefill_tokens=4500, requests=8)
+    assert _choose([warm, _engine("idle")], 32 * _PAGE).score.id == "idle"
+    busy = _engine("busy", prefill_tokens=1000, requests=3)
+    assert _one(busy, 32 * _PAGE).ttft_s < _one(warm, 32 * _PAGE).ttft_s
+    assert _choose([warm, busy], 32 * _PAGE).score.id == "warm"
 
 
 def test_measurements_that_differ_a_little_do_not_draw_all_requests_to_one_engine() -> None:
@@ -193,6 +202,5 @@ def test_scores_add_up_and_somebody_is_chosen(engines: list[Candidate], prompt: 
         assert min(one.l1_tokens, one.l2_tokens, one.l3_tokens, one.queue_s, one.load_s) >= 0
         assert one.prefill_s > 0
     if name == "cache-aware":
-        assert choice.score.ttft_s <= min(one.ttft_s for one in choice.scores) + 2 * _PAGE * max(
-            one.token_s for one in choice.scores
-        )
+        near_s = 2 * _PAGE * max(one.token_s for one in choice.scores)
+        assert choice.score.cost_s <= min(one.cost_s for one in choice.scores) + near_s
