@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
 import pytest
 
-from jkv.cache.l3.names import parse
 from tests.e2e.server import wait_for
 from tests.faults.rig import (
     OBJECT_BYTES,
@@ -52,20 +51,23 @@ def test_what_was_published_is_served_and_nothing_else(tmp_path: Path, kills: in
 
 def ask_until_killed(subject: Tiered, asked: Sequence[list[int]], enough: int) -> None:
     """Kills the server once it has published so many more pages, while clients ask."""
-    before = len(stored(subject.store))
+    before, killed = stored(subject.store).keys(), threading.Event()
 
-    def ask(prompts: Iterator[list[int]]) -> None:
-        with suppress(grpc.RpcError):  # the kill
+    def ask(prompts: Sequence[list[int]]) -> None:
+        try:
             for prompt in prompts:
                 subject.ask(prompt)
+        except grpc.RpcError:
+            if not killed.is_set():
+                raise
 
-    clients = [threading.Thread(target=ask, args=(iter(asked[i::CLIENTS]),)) for i in range(CLIENTS)]
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        clients = [pool.submit(ask, asked[number::CLIENTS]) for number in range(CLIENTS)]
+        wait_for(lambda: len(stored(subject.store).keys() - before) >= enough, "pages are published", WAIT_S)
+        killed.set()
+        subject.server.kill()
     for client in clients:
-        client.start()
-    wait_for(lambda: len(stored(subject.store)) >= before + enough, "pages are published", WAIT_S)
-    subject.server.kill()
-    for client in clients:
-        client.join()
+        client.result()
 
 
 def leave_stale_locks(store: Path) -> None:
@@ -77,9 +79,9 @@ def leave_stale_locks(store: Path) -> None:
 def survived(subject: Tiered, asked: Sequence[list[int]]) -> None:
     """Every page that was published before is found and served, with what it should hold."""
     assert not list(subject.store.rglob("*__lock"))
-    files = [file for file in subject.store.rglob("*") if parse(str(file.relative_to(subject.store)))]
-    assert {file.stat().st_size for file in files} <= {OBJECT_BYTES}
-    assert subject.l3.pages == len(files)
+    wait_for(lambda: subject.l3.pages == len(stored(subject.store)), "all pages are known", WAIT_S)
+    sizes = {(subject.store / page.name).stat().st_size for page in stored(subject.store).values()}
+    assert sizes <= {OBJECT_BYTES}
     expected: dict[int, Answer] = {}
 
     def compare(number: int) -> None:
