@@ -13,8 +13,9 @@ from jkv.errors import ConfigError, JkvError
 from jkv.process import announce, stop_on_signals, unless
 from jkv.router.config import RouterConfig, parse_config
 from jkv.router.etcd import Etcd, etcd_options
-from jkv.router.membership import Members, Membership, StaticMembers
+from jkv.router.membership import Members, StaticMembers
 from jkv.router.server import Router
+from jkv.router.shard_counts import ShardCounts
 
 log = logging.getLogger("jkv.router")
 
@@ -40,7 +41,7 @@ async def route(config: RouterConfig) -> None:
     """
     stopping = stop_on_signals()
     async with contextlib.AsyncExitStack() as stack:
-        router = Router(config, _membership(config, stack))
+        router = _router(config, stack)
         address = join_address(config.host, await router.start(config.host, config.grpc_port))
         announce(f"listening on {address}, waiting for engines")
         try:
@@ -54,13 +55,14 @@ async def route(config: RouterConfig) -> None:
             await router.stop(config.drain_timeout)
 
 
-def _membership(config: RouterConfig, stack: contextlib.AsyncExitStack) -> Membership:
+def _router(config: RouterConfig, stack: contextlib.AsyncExitStack) -> Router:
+    """Closes its connection to etcd with the stack."""
     options = etcd_options(config)
     if options is None:
-        return StaticMembers(config.engine_addresses)
+        return Router(config, StaticMembers(config.engine_addresses))
     etcd = Etcd(options)
     stack.push_async_callback(etcd.close)
-    return Members(etcd, config.cluster)
+    return Router(config, Members(etcd, config.cluster), ShardCounts(etcd, config.cluster))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from jkv.router.engines import Engine
 from jkv.router.failures import Retries, UpstreamError
 from jkv.router.fleet import Fleet
 from jkv.router.membership import Membership
+from jkv.router.shard_counts import ShardCounts
 from jkv.router.texts import Texts
 from jkv.router.view import View
 
@@ -20,10 +21,16 @@ class RouterServicer(pb_grpc.RouterServicer):
     """Answers at any time, also without engines."""
 
     def __init__(
-        self, config: RouterConfig, fleet: Fleet, view: View, texts: Texts, membership: Membership
+        self,
+        config: RouterConfig,
+        fleet: Fleet,
+        view: View,
+        texts: Texts,
+        membership: Membership,
+        shards: ShardCounts | None,
     ) -> None:
         self._config, self._fleet, self._view = config, fleet, view
-        self._texts, self._membership = texts, membership
+        self._texts, self._membership, self._shards = texts, membership, shards
 
     @answering
     async def Status(self, request: pb.RouterStatusRequest, context: Context) -> pb.RouterStatusResponse:
@@ -81,6 +88,7 @@ class RouterServicer(pb_grpc.RouterServicer):
             lag_s=engine.lag_s,
             in_flight=len(engine.sent),
             self_test=engine.self_test,
+            shards=0 if self._shards is None else self._shards.of(engine.id),
         )
 
     def _membership_text(self) -> str:

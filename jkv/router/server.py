@@ -14,6 +14,7 @@ from jkv.router.membership import MemberChange, Membership
 from jkv.router.proxy import Proxy
 from jkv.router.router_servicer import RouterServicer
 from jkv.router.selftest import self_test
+from jkv.router.shard_counts import ShardCounts
 from jkv.router.texts import Texts
 from jkv.router.tokens import TokenCache
 from jkv.router.view import View
@@ -27,8 +28,11 @@ _TOKEN_CACHE_BYTES = 32 * 2**20
 class Router:
     """Listens from `start()` on; health is SERVING while it has an engine, until `close()`."""
 
-    def __init__(self, config: RouterConfig, membership: Membership) -> None:
-        self._config, self._membership = config, membership
+    def __init__(
+        self, config: RouterConfig, membership: Membership, shards: ShardCounts | None = None
+    ) -> None:
+        """`shards` are those in etcd, where there is one."""
+        self._membership, self._shards = membership, shards
         self._view = View(config.policy)
         self._fleet = Fleet(
             silence=config.suspect_after,
@@ -40,7 +44,7 @@ class Router:
         self._proxy = Proxy(self._fleet, self._view, texts, config.max_in_flight)
         self._listener = Listener()
         self._listener.add("Generation", self._proxy)
-        router = RouterServicer(config, self._fleet, self._view, texts, membership)
+        router = RouterServicer(config, self._fleet, self._view, texts, membership, shards)
         self._listener.add("Router", router)
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -48,8 +52,10 @@ class Router:
         """Listen and follow the cluster; see `Listener.start`."""
         bound = await self._listener.start(host, port)
         self._membership.subscribe(self._members_changed)
-        for work in (self._membership.run(), self._fleet.watch_silence(), self._tick()):
-            self._tasks.append(asyncio.create_task(work))
+        works = [self._membership.run(), self._fleet.watch_silence(), self._tick()]
+        if self._shards is not None:
+            works.append(self._shards.run())
+        self._tasks = [asyncio.create_task(work) for work in works]
         return bound
 
     async def ready(self) -> None:
