@@ -84,7 +84,7 @@ class Fleet:
         """
         while True:
             try:
-                usable = self._usable(self.of_model(model))
+                usable = self._usable(model)
             except NoEngineError:
                 lately = any(engine.lag_s < self._silence for engine in self.engines)
                 if not lately or (delay := retries.wait()) is None:
@@ -98,18 +98,27 @@ class Fleet:
             wait = min(max(engine.full_until - now, 0.0) for engine in usable)
             raise OverloadedError(f"all engines that serve are full ({len(usable)}); try again later", wait)
 
+    def candidates(self, model: str) -> list[Engine]:
+        """As `able`, but without waiting, and without counting as a try of failing engines.
+
+        Raises:
+            NoEngineError, UnknownModelError, InvalidRequestError: see there.
+        """
+        engines = self.of_model(model)
+        for state in (EngineState.SERVING, EngineState.FAILING):
+            if found := [engine for engine in engines if engine.state is state]:
+                return found
+        raise NoEngineError(f"no engine serves: {self._troubles(engines)}")
+
     def models(self) -> list[str]:
         """The names that engines have given, also those that are gone for now."""
         return sorted({engine.model for engine in self.engines if engine.description is not None})
 
-    def _usable(self, engines: list[Engine]) -> list[Engine]:
-        serving = [engine for engine in engines if engine.state is EngineState.SERVING]
-        probe = next((engine for engine in engines if engine.state is EngineState.FAILING), None)
-        if probe is not None and (not serving or probe.breaker.allows()):
-            return [probe]
-        if not serving:
-            raise NoEngineError(f"no engine serves: {self._troubles(engines)}")
-        return serving
+    def _usable(self, model: str) -> list[Engine]:
+        """The candidates, or a failing engine that it is time to try."""
+        failing = (engine for engine in self.of_model(model) if engine.state is EngineState.FAILING)
+        probe = next((engine for engine in failing if engine.breaker.allows()), None)
+        return self.candidates(model) if probe is None else [probe]
 
     async def watch_silence(self) -> None:
         """Take requests away from engines that stay silent, where others can go on with them."""

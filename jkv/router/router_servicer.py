@@ -9,7 +9,7 @@ from jkv.api.validate import check_cache_salt
 from jkv.errors import InvalidRequestError
 from jkv.router.config import RouterConfig
 from jkv.router.engines import Engine
-from jkv.router.failures import Retries, UpstreamError
+from jkv.router.failures import UpstreamError
 from jkv.router.fleet import Fleet
 from jkv.router.membership import Membership
 from jkv.router.shard_counts import ShardCounts
@@ -63,7 +63,7 @@ class RouterServicer(pb_grpc.RouterServicer):
             raise InvalidRequestError(f"prefix.{error.field}", error.reason) from None
         except UpstreamError as error:
             return await context.abort(error.status.code, error.status.details, error.status.metadata)
-        engines = await self._fleet.able(prefix.model, Retries())
+        engines = self._fleet.candidates(prefix.model)
         return self._view.explain(engines, ids, prefix.cache_salt)
 
     @answering
