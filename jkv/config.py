@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from jkv import flags
 from jkv.cache_config import GIB, PAGE_SIZES, CacheConfig, parse_gib
+from jkv.cluster_config import ClusterConfig, parse_addresses
 from jkv.errors import ConfigError
 from jkv.flags import flag
 
@@ -56,7 +57,7 @@ class _ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeConfig(CacheConfig, _ModelConfig):
+class ServeConfig(ClusterConfig, CacheConfig, _ModelConfig):
     """Everything `python -m jkv.serve` can be told. Of its bases the last one's flags come first in the help.
 
     Raises:
@@ -104,6 +105,12 @@ class ServeConfig(CacheConfig, _ModelConfig):
         default_text="random",
         help="this process's name in logs and in the cluster: letters, digits, '.', '_' and '-'",
     )
+    advertise: str | None = flag(
+        group="cluster",
+        metavar="HOST:PORT",
+        default_text="--host and --grpc-port",
+        help="where routers and other engines reach this one",
+    )
     drain_timeout: float = flag(
         30.0,
         group=_SERVER,
@@ -116,6 +123,8 @@ class ServeConfig(CacheConfig, _ModelConfig):
     def __post_init__(self) -> None:
         flags.check(self)
         self.check_cache()
+        self.check_cluster()
+        self._check_advertise()
         if self.max_mixed_tokens > self.max_batched_tokens:
             raise ConfigError(
                 f"--max-mixed-tokens {self.max_mixed_tokens}: must not exceed "
@@ -130,6 +139,14 @@ class ServeConfig(CacheConfig, _ModelConfig):
                 raise ConfigError(f"--{name} {value!r}: must not be empty")
         if self.served_model_name is not None and not self.served_model_name.strip():
             raise ConfigError(f"--served-model-name {self.served_model_name!r}: must not be empty")
+
+    def _check_advertise(self) -> None:
+        if self.advertise is None:
+            return
+        if self.etcd is None:
+            raise ConfigError(f"--advertise {self.advertise}: needs --etcd")
+        if len(parse_addresses("advertise", self.advertise)) > 1:
+            raise ConfigError(f"--advertise {self.advertise}: must be one HOST:PORT")
 
 
 def parse_config(argv: Sequence[str] | None = None) -> ServeConfig:

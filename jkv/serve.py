@@ -19,8 +19,10 @@ from jkv.config import GIB, ServeConfig, parse_config
 from jkv.engine.host_memory import keep_freed_memory
 from jkv.engine.request import Generator
 from jkv.errors import ConfigError, EngineFailedError, JkvError
+from jkv.member import ClusterMember
 from jkv.process import announce, exit_now, stop_on_signals, unless
 from jkv.progress import ProgressLine
+from jkv.router.etcd import etcd_options
 from jkv.text.chat import ChatTemplate
 from jkv.text.tokenizer import Tokenizer
 
@@ -114,8 +116,11 @@ async def serve(config: ServeConfig, build: Build) -> None:
         )
     )
     announce(f"ready: {built.served_name} on {address}")
+    member = await _join(config, built.engine.replica, address)
     # ended() gives no result, as stopping does not: which came first shows in the event.
     await unless(stopping, asyncio.ensure_future(built.engine.ended()))
+    if member is not None:
+        await member.leave()
     if not stopping.is_set():
         await server.close()
         await server.stop()
@@ -123,7 +128,19 @@ async def serve(config: ServeConfig, build: Build) -> None:
     log.info("draining for at most %g s", config.drain_timeout)
     await server.close()
     await built.engine.drain(config.drain_timeout)
+    if member is not None:
+        await member.close()
     await server.stop()
+
+
+async def _join(config: ServeConfig, replica: Replica, address: str) -> ClusterMember | None:
+    """Takes the engine's place in its cluster, where it has one."""
+    options = etcd_options(config)
+    if options is None:
+        return None
+    member = ClusterMember(config, options, replica, address)
+    await member.join()
+    return member
 
 
 def _set_up_logging(config: ServeConfig) -> None:

@@ -5,6 +5,7 @@ Owner: the engine's thread. The store's own threads read and write, and know not
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from jkv.cache.l3.reasons import Reason
 from jkv.cache.l3.store import ReadOutcome, WriteOutcome
 from jkv.cache.page_tree import PageTree
 from jkv.cache.pages import PageInfo, Tier
+from jkv.cache.replica import StorePlace
 
 # Outcomes that speak against the store's health; the others are about one page, or about ourselves.
 _FAULTS = frozenset({Reason.IO, Reason.NO_SPACE, Reason.READ_ONLY})
@@ -73,7 +75,7 @@ class DiskTier:
     other models under the same owner only take room and go first; pages that could not be deleted take room
     until they can.
     `post` has a function called on the engine's thread; `changes` is told what can be read from now on, or no
-    more.
+    more, and `on_own`, where set, which pages this engine has. `place` says where the store is.
     """
 
     def __init__(
@@ -84,7 +86,10 @@ class DiskTier:
         pages: HostPages,
         post: Callable[[Callable[[], None]], None],
         changes: ChangeLog | None = None,
+        place: StorePlace | None = None,
     ) -> None:
+        self.place = place
+        self.on_own: Callable[[bytes, bool], None] | None = None
         self.store, self.pages, self._post, self._changes = store, pages, post, changes
         self.errors: Counter[str] = Counter()
         self.quarantined = 0
@@ -219,7 +224,9 @@ class DiskTier:
         for page in pages:
             evicted = None
             if page.key not in self.tree:
-                evicted = self.tree.add(page.key, page.parent, _Own(page))
+                # Names are not verified: keys that cannot be hashes of their parents are no pages.
+                with contextlib.suppress(ValueError):
+                    evicted = self.tree.add(page.key, page.parent, _Own(page))
             if evicted is None:
                 self._delete(page)
                 continue
@@ -235,10 +242,13 @@ class DiskTier:
         self._report(page.key)
 
     def _report(self, key: bytes) -> None:
+        own = self.tree.get(key)
+        mine = own is not None and own.stored is not None
+        if self.on_own is not None:
+            self.on_own(key, mine)
         if self._changes is None:
             return
-        own = self.tree.get(key)
-        if (own is not None and own.stored is not None) or key in self._foreign:
+        if mine or key in self._foreign:
             self._changes.add(Tier.L3, key)
         else:
             self._changes.remove(Tier.L3, key)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -33,6 +33,15 @@ class ReplicaDescription:
     page_size: int  # tokens
     page_bytes: int
     tiers: tuple[Tier, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StorePlace:
+    """Where L3 is: engines that found the same token there see the same store."""
+
+    url: str
+    token: str
+    owner: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +80,28 @@ class Replica(Protocol):
     """One engine, as others follow it."""
 
     @property
+    def incarnation(self) -> str:
+        """Another one in every process."""
+        ...
+
+    @property
     def description(self) -> ReplicaDescription: ...
+
+    @property
+    def kv_dtype(self) -> str: ...
+
+    @property
+    def store(self) -> StorePlace | None:
+        """None without L3."""
+        ...
+
+    def follow_own(
+        self, add: Callable[[Iterable[bytes]], None], remove: Callable[[Iterable[bytes]], None]
+    ) -> None:
+        """Has `add` called with all pages that this engine has in L3, then both as they come and go. They are
+        called on the engine's thread.
+        """
+        ...
 
     def watch(self, incarnation: str, after: int) -> AsyncGenerator[ReplicaEvent, None]:
         """A snapshot, or what came after that change of that incarnation, then every change and load, and a

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
@@ -84,6 +84,8 @@ class EngineReplica:
             page_bytes=identity.page_bytes,
             tiers=loop.scheduler.lower.tiers,
         )
+        disk = loop.scheduler.lower.disk
+        self.kv_dtype, self.store = identity.kv_dtype, None if disk is None else disk.place
         self._loop, self._changes, self._runner, self._identity = loop, changes, runner, identity
         # Both belong to the engine's thread.
         self._followers: list[_Follower] = []
@@ -93,6 +95,20 @@ class EngineReplica:
     @property
     def page_bytes(self) -> int:
         return self._identity.page_bytes
+
+    def follow_own(
+        self, add: Callable[[Iterable[bytes]], None], remove: Callable[[Iterable[bytes]], None]
+    ) -> None:
+        """See `Replica.follow_own`."""
+        disk = self._loop.scheduler.lower.disk
+
+        def follow(future: Future[None]) -> None:
+            if disk is not None:
+                add([page.key for page in disk.own_pages()])
+                disk.on_own = lambda key, there: (add if there else remove)([key])
+            future.set_result(None)
+
+        self._loop.call(follow)
 
     async def watch(self, incarnation: str, after: int) -> AsyncGenerator[ReplicaEvent, None]:
         """See `Replica.watch`."""

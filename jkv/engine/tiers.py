@@ -94,7 +94,7 @@ def _open_disk(
     )
     store = PageStore.open(options, identity)
     try:
-        disk = DiskTier(store, store.list(), config.l3_bytes, runner, post, changes)
+        disk = DiskTier(store, store.list(), config.l3_bytes, runner, post, changes, store.place)
         _check_room(config, location, disk)
     except BaseException:
         store.close()

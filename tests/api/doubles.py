@@ -127,6 +127,8 @@ class ScriptedReplica:
     """A `Replica` with two pages in L1 and the events and digest that a test gives it."""
 
     incarnation = "first"
+    kv_dtype = "float32"
+    store = None
 
     def __init__(self) -> None:
         self.description = ReplicaDescription(
@@ -135,6 +137,9 @@ class ScriptedReplica:
         self.events: list[ReplicaEvent] = []
         self.pages: list[bytes] = []
         self.asked: list[Any] = []
+
+    def follow_own(self, add: Any, remove: Any) -> None:
+        self.asked.append((add, remove))
 
     async def watch(self, incarnation: str, after: int) -> AsyncGenerator[ReplicaEvent, None]:
         self.asked.append((incarnation, after))

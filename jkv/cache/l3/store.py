@@ -24,9 +24,11 @@ from jkv.cache.l3.listing import Listing
 from jkv.cache.l3.names import StoredPage
 from jkv.cache.l3.objects import KvObjects, ObjectError, Objects, open_objects
 from jkv.cache.l3.reasons import Reason
+from jkv.cache.l3.token import store_token
 from jkv.cache.l3.watch import Watch
 from jkv.cache.l3.workers import Cancellable, Workers
 from jkv.cache.pages import PageInfo
+from jkv.cache.replica import StorePlace
 from jkv.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -78,7 +80,9 @@ class PageStore:
         """Claims an owner and tidies up after its last holder; see `open`."""
         self._objects, self._identity = objects, identity
         listed = objects.list()
+        token = store_token(objects)
         self.owner, self._hold = owner.claim(objects, options.owner, identity.model8, listed)
+        self.place = StorePlace(url=options.location, token=token, owner=self.owner)
         try:
             self._tidy(listed)
             budget = objects.read(names.budget(self.owner)).result()
