@@ -68,8 +68,8 @@ class SequenceStream:
             self._finish(FinishReason.STOP if self._flush() else output.finish_reason)
 
     def resume(self, request: EngineRequest, eos: Collection[int]) -> None:
-        """Takes the tokens that another server has given out already, with their text; ends the sequence where
-        they complete it.
+        """Takes the tokens that another server has given out already, with their text; ends the sequence
+        where they complete it.
         """
         sampling, last = request.sampling, len(request.resumed) - 1
         for position, token in enumerate(request.resumed):

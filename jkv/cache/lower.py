@@ -41,6 +41,9 @@ _PATIENCE = 2.0
 _PATIENCE_S = 0.25
 
 
+_ABOVE = {Tier.L1: (), Tier.L2: (Tier.L1,), Tier.L3: (Tier.L1, Tier.L2)}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Policy:
     """When pages go down, and when they are worth bringing up (the flags of the same names)."""
@@ -231,7 +234,7 @@ class LowerTiers:
         counts = self.counts.by_tier[tier]
         counts.hits += 1
         counts.hit_tokens += tokens
-        self._count_misses(1, list(Tier)[: list(Tier).index(tier)])
+        self._count_misses(1, _ABOVE[tier])
 
     def settled(self, load: Load) -> bool:
         """Whether nothing of it is on its way any more. Whoever asks waits: this starts the time it has."""

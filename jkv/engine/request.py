@@ -57,8 +57,9 @@ class EngineRequest:
     """One sequence to generate. `prompt_ids` is not empty and every id is below the vocabulary size.
 
     `deadline` is in `time.monotonic()` seconds; a request past it ends with `CANCELLED`.
-    A higher `priority` is scheduled earlier. `no_cache` neither reads nor fills the prefix cache. `resumed` are
-    tokens that another engine has sampled for it already: they count as sampled here, and are not given out.
+    A higher `priority` is scheduled earlier. `no_cache` neither reads nor fills the prefix cache. `resumed`
+    are tokens that another engine has sampled for it already: they count as sampled here, and are not given
+    out.
     """
 
     request_id: str
