@@ -272,7 +272,7 @@ def test_a_herd_of_new_prompts_spreads() -> None:
             calls = [asyncio.create_task(rig.generate(prompt([number, *PROMPT]))) for number in range(40)]
             await until(lambda: sum(len(engine.requests) for engine in engines) == 40)
             counts = [len(engine.requests) for engine in engines]
-            assert max(counts) - min(counts) <= 2
+            assert 5 <= min(counts) <= max(counts) <= 15
             for engine in engines:
                 engine.released.set()
             assert {(await call).code for call in calls} == {grpc.StatusCode.OK}
