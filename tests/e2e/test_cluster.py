@@ -1,4 +1,4 @@
-"""Two real engines behind a real router, and what happens when they die under a request."""
+"""Real engines, a real router and a real etcd, and what happens when engines die under a request."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from jkv.api import jkv_pb2 as pb
 from jkv.api import jkv_pb2_grpc as pb_grpc
 from tests.e2e.calls import collect, greedy, ids
 from tests.e2e.server import TINY, Server, environment, run, serving, wait_for
+from tests.router.etcd_server import etcd_server
 
 PAGE = 8
 # Those of tests/faults, whose programs so serve here too.
@@ -73,15 +74,15 @@ class Cluster:
     def __init__(self, directory: Path) -> None:
         self.directory, self.stack = directory, ExitStack()
         self.servers: dict[str, Server] = {}
+        self.etcd = self.stack.enter_context(etcd_server(directory / "etcd"))
+        self.router = RouterProcess(directory, "--etcd", self.etcd.address, "--suspect-after", "2")
+        self.stack.callback(self.router.kill)
         for id in ("one", "two"):
             self.start(id)
-        addresses = ",".join(server.address for server in self.servers.values())
-        self.router = RouterProcess(directory, "--engines", addresses, "--suspect-after", "2")
-        self.stack.callback(self.router.kill)
 
     def start(self, id: str, port: str = "0") -> None:
         (self.directory / id).mkdir(exist_ok=True)
-        flags = (*FLAGS, "--instance-id", id, "--grpc-port", port)
+        flags = (*FLAGS, "--instance-id", id, "--grpc-port", port, "--etcd", self.etcd.address)
         self.servers[id] = self.stack.enter_context(serving(self.directory / id, *flags))
 
     def stop(self, id: str, number: signal.Signals) -> None:
