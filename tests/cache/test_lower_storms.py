@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from jkv.cache.l3.reasons import Reason
 from jkv.cache.load import Load, PageState
-from jkv.cache.lower import Offer
 from jkv.cache.pages import PageInfo
+from jkv.cache.lower import Offer
 from jkv.errors import FailedPreconditionError
 from tests.cache.tiers import Rig, content, prompt, rig
 
@@ -55,9 +55,14 @@ class Storm:
         while self.loads:
             self.end()
         self.r.settle()
-        self.r.lower.unpin([info for family in range(6) for info in prompt(family, 12)])
         assert self.drained == self.drains, "a drain never ends"
         self.r.check_at_rest()
+        self.r.lower.unpin(
+            [info for family in range(6) for salt in ("", "salt") for info in prompt(family, 12, salt)]
+        )
+        assert not self.r.lower._pins
+        assert not self.r.host.tree.pinned
+        assert not self.r.disk.tree.pinned
 
     def infos(self) -> list[PageInfo]:
         return prompt(self.rng.randrange(6), self.rng.randint(1, 12), self.rng.choice(("", "salt")))

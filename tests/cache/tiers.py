@@ -227,7 +227,9 @@ class Rig:
         """Raises AssertionError where bookkeeping contradicts itself or the store, or a bound is broken."""
         self.lower.check()
         assert len(self.host.tree) <= self.host.tree.capacity
-        assert len(self.disk) <= self.disk.capacity + self.lower._writing
+        assert len(self.disk) <= self.disk.capacity_bytes
+        own = sum(name.startswith(OWNER) for name in self.store.objects)
+        assert own <= self.disk.capacity_bytes + self.disk._deleting + len(self.disk._undeleted)
 
     def check_at_rest(self) -> None:
         """After every load has ended and every outcome was delivered: nothing is held, nothing is astray."""
@@ -238,7 +240,7 @@ class Rig:
         if not self.host.keep:
             assert not self.host.pages()
         kept = {page.name for page in self.disk.own_pages()}
-        assert len(kept) == len(self.disk) <= self.disk.capacity
+        assert len(kept) == len(self.disk)
         undeleted = {page.name for page in self.disk._undeleted.values()}
         stored = {name for name in self.store.objects if name.startswith(OWNER)}
         assert kept <= stored, "a page that is gone would be read"

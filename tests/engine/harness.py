@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
+import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from safetensors.numpy import save_file
 
 from jkv.cache.control import TierStats
 from jkv.cache.l1 import L1Pool
+from jkv.cache.l3.objects import Objects, Operation
 from jkv.cache.pages import Tier
 from jkv.config import ServeConfig
 from jkv.engine.build import build_from_checkpoint, use_compilation_cache
@@ -136,6 +138,21 @@ class Bench:
         self._use(whole)
 
     @contextlib.contextmanager
+    def disk_that_waits(self) -> Iterator[threading.Event]:
+        """Has every write to L3 wait until the event is set."""
+        disk = self.scheduler.lower.disk
+        assert disk is not None
+        store: Any = disk.store
+        usual, go_on = store._pages, threading.Event()
+        store._pages = _WaitingObjects(usual, go_on)
+        try:
+            yield go_on
+        finally:
+            go_on.set()
+            self.ask(self.engine.cache.drain_writes())
+            store._pages = usual
+
+    @contextlib.contextmanager
     def limited(self, **limits: int) -> Iterator[None]:
         """Changes what the idle engine's steps may hold."""
         usual = self.scheduler.limits
@@ -172,6 +189,18 @@ class Bench:
             return result
 
         setattr(self.scheduler, method, checked)
+
+
+class _WaitingObjects:
+    """Objects of a store whose writes start when they may."""
+
+    def __init__(self, inner: Objects, go_on: threading.Event) -> None:
+        self._inner, self._go_on = inner, go_on
+        self.read, self.delete = inner.read, inner.delete
+
+    def write(self, name: str, data: bytes) -> Operation:
+        self._go_on.wait()
+        return self._inner.write(name, data)
 
 
 def tiny_checkpoint(name: str, dialect: str = "config.json") -> Checkpoint:

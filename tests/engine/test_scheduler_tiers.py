@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jkv.cache.l3.reasons import Reason
-from jkv.cache.lower import Offer
 from jkv.cache.pages import PageInfo, Tier, page_infos
+from jkv.cache.lower import Offer
 from jkv.engine.cache_admin import CacheAdmin
 from jkv.engine.request import FinishReason
 from jkv.engine.runner import Runner
@@ -385,9 +385,6 @@ class Storm:
 
     def finish(self) -> None:
         self.m.run()
-        self.m.rig.lower.unpin(
-            [i for f in range(4) for salt in ("", "s") for i in infos(self.family(f), salt)]
-        )
         for seq, prompt, max_tokens in self.added:
             assert seq.finish_reason is not None
             assert seq.load is None
