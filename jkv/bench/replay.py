@@ -23,7 +23,8 @@ from jkv.cache.l1 import L1Pool
 from jkv.cache.l3.listing import Listing
 from jkv.cache.l3.names import StoredPage, page_of
 from jkv.cache.l3.store import ReadOutcome, WriteOutcome
-from jkv.cache.lower import LowerTiers, Policy
+from jkv.cache.lookup import Policy
+from jkv.cache.lower import LowerTiers
 from jkv.cache.pages import PageInfo, Tier
 from jkv.engine.request import EngineRequest, FinishReason, SamplingParams
 from jkv.engine.scheduler import Limits, Scheduler

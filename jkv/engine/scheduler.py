@@ -14,8 +14,9 @@ from typing import Any
 
 from jkv.cache.l1 import L1Pool
 from jkv.cache.load import Load, PageState
-from jkv.cache.lower import LowerTiers, Offer
+from jkv.cache.lower import LowerTiers
 from jkv.cache.pages import Tier
+from jkv.cache.saving import Offer
 from jkv.engine.request import FinishReason
 from jkv.engine.sequence import Sequence
 

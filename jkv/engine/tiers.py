@@ -15,7 +15,8 @@ from jkv.cache.host_tier import HostTier
 from jkv.cache.l1 import L1Pool
 from jkv.cache.l3.format import StoreIdentity
 from jkv.cache.l3.store import PageStore, StoreOptions
-from jkv.cache.lower import LowerTiers, Policy
+from jkv.cache.lookup import Policy
+from jkv.cache.lower import LowerTiers
 from jkv.config import ServeConfig
 from jkv.engine.host_memory import check_host_memory
 from jkv.engine.runner import Runner

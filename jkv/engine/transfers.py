@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jkv.cache.load import Load, PageState
-from jkv.cache.lower import Offer
 from jkv.cache.pages import PageInfo, Tier
+from jkv.cache.saving import Offer
 from jkv.engine.runner import Runner
 from jkv.engine.scheduler import Scheduler
 

@@ -11,7 +11,8 @@ from jkv.cache.disk_tier import DiskTier
 from jkv.cache.gate import CostGate
 from jkv.cache.host_tier import HostTier
 from jkv.cache.l1 import L1Pool
-from jkv.cache.lower import LowerTiers, Policy
+from jkv.cache.lookup import Policy
+from jkv.cache.lower import LowerTiers
 from jkv.cache.pages import Tier
 from tests.cache.l3.pages import PAGE_SIZE, chain, identity, open_store
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from jkv.cache.l3.reasons import Reason
-from jkv.cache.lower import Offer
 from jkv.cache.pages import Tier
+from jkv.cache.saving import Offer
 from jkv.errors import FailedPreconditionError
 from tests.cache.tiers import content, prompt, rig
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jkv.cache.l3.reasons import Reason
 from jkv.cache.load import Load, PageState
 from jkv.cache.pages import PageInfo
-from jkv.cache.lower import Offer
+from jkv.cache.saving import Offer
 from jkv.errors import FailedPreconditionError
 from tests.cache.tiers import Rig, content, prompt, rig
 

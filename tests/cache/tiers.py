@@ -18,8 +18,10 @@ from jkv.cache.l3.names import StoredPage, page_of
 from jkv.cache.l3.reasons import Reason
 from jkv.cache.l3.store import ReadOutcome, WriteOutcome
 from jkv.cache.load import Load, PageState
-from jkv.cache.lower import LowerTiers, Offer, Policy
+from jkv.cache.lookup import Policy
+from jkv.cache.lower import LowerTiers
 from jkv.cache.pages import PageInfo, Tier, page_infos
+from jkv.cache.saving import Offer
 
 PAGE = 4
 OWNER, MODEL = "me", "0123abcd"

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from jkv.cache.l3.reasons import Reason
 from jkv.cache.pages import PageInfo, Tier, page_infos
-from jkv.cache.lower import Offer
+from jkv.cache.saving import Offer
 from jkv.engine.cache_admin import CacheAdmin
 from jkv.engine.request import FinishReason
 from jkv.engine.runner import Runner

@@ -1,0 +1,251 @@
+"""Bringing pages up: from L3 into L2 by the store's threads, and the terms on which L1 gets them. No jax.
+
+Owner: the engine's thread. Outcomes of reads come back through `post`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jkv.cache.breaker import BreakerState
+from jkv.cache.l3.reasons import Reason
+from jkv.cache.l3.store import ReadOutcome
+from jkv.cache.load import HostPage, Load, PageState
+from jkv.cache.lookup import TierLookup, tell
+from jkv.cache.pages import PageInfo, Tier
+from jkv.cache.speed import Speed
+
+_log = logging.getLogger(__name__)
+
+# A load that is slower than computing is given up; this much is forgiven, for estimates are rough.
+_PATIENCE = 2.0
+_PATIENCE_S = 0.25
+
+
+@dataclass(frozen=True)
+class _BurstEnd:
+    pages: int
+    bytes: int
+    seconds: float
+
+
+class _Burst:
+    """Measures reads from the first of several at a time until the last."""
+
+    def __init__(self) -> None:
+        self._open = self._pages = self._bytes = 0
+        self._start = 0.0
+
+    def started(self, now: float) -> None:
+        if not self._open:
+            self._pages, self._bytes, self._start = 0, 0, now
+        self._open += 1
+
+    def ended(self, data: np.ndarray | None, now: float) -> _BurstEnd | None:
+        """What was read since the first start, once nothing is under way any more."""
+        self._open -= 1
+        if data is not None:
+            self._pages, self._bytes = self._pages + 1, self._bytes + data.nbytes
+        return None if self._open else _BurstEnd(self._pages, self._bytes, now - self._start)
+
+
+class Loading(TierLookup):
+    """The half of the lower tiers that reads."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.read_speed = Speed()  # bytes of L3
+        self._reads = _Burst()
+        self._promised = 0  # pages of L2 held until they are written; see Saving
+
+    def begin(self, infos: Sequence[PageInfo], *, count_misses: bool = True) -> Load | None:
+        """Looks a prompt up and starts reading what only L3 has; None where the lower tiers have nothing."""
+        end, first = self._longest(infos)
+        self._touch(infos[:end])
+        if count_misses:
+            self._count_misses(len(infos) - end, Tier)
+        if self.policy.load == "auto":
+            end = self._gated(infos, end, first)
+        if not first or min(first.values()) >= end:
+            return None
+        load = Load(infos, end)
+        self._pump(load, queued=True)
+        return load
+
+    def state(self, load: Load, number: int, *, queued: bool = False) -> PageState:
+        """Where page `number`, which L1 lacks, is; starts to read it if it can be read. `queued` loads leave
+        room to those of running requests, which take their pages as they come.
+        """
+        if number >= load.end:
+            return PageState.ABSENT
+        page = load.held.get(number) or self.host.find(load.infos[number])
+        if page is None:
+            load.next = min(load.next, number)
+            self._pump(load, queued=queued)
+            page = load.held.get(number)
+        if page.failed if page is not None else not self._waits_for_room(load.infos[number], queued):
+            load.end = number
+            return PageState.ABSENT
+        if page is not None and page.payload is not None:
+            return PageState.READY
+        now = self._clock()
+        if load.late_at is None:
+            load.late_at = now + self._patience(load.end - number)
+        if now < load.late_at:
+            return PageState.COMING
+        self.counts.late_loads += 1
+        if page is not None and self.disk is not None:
+            self.disk.errors[f"read_{Reason.LATE.value}"] += 1
+            self.reading.failed()
+        load.end = number
+        return PageState.ABSENT
+
+    def take(self, load: Load, number: int) -> tuple[Any, Tier]:
+        """The payload of a page that is ready, and the tier that it came from. The caller copies it to L1
+        before anything else is dispatched.
+        """
+        page = load.held.pop(number, None)
+        tier = Tier.L2 if page is None else Tier.L3
+        if page is None:
+            page = self.host.find(load.infos[number])
+        assert page is not None
+        payload = page.payload
+        if tier is Tier.L3:
+            self.host.release(page)
+        else:
+            self.counts.by_tier[Tier.L2].loads += 1
+        return payload, tier
+
+    def settled(self, load: Load) -> bool:
+        """Whether nothing of it is on its way any more. Whoever asks waits: this starts the time it has."""
+        number = next((n for n, p in load.held.items() if n < load.end and p.payload is None), None)
+        if number is None and not load.held:
+            number = load.next  # where reading stopped for want of room, or the end
+        return number is None or self.state(load, number, queued=True) is not PageState.COMING
+
+    def started(self, load: Load) -> bool:
+        """Whether something of it has been read already."""
+        return any(page.payload is not None for page in load.held.values())
+
+    def end(self, load: Load) -> None:
+        """Gives back what the load still holds; reads that nobody else waits for are cancelled."""
+        for page in load.held.values():
+            cancel = page.cancel
+            if page.holds == 2 and cancel is not None:  # this load and the read
+                page.cancel = None
+                cancel()
+            self.host.release(page)
+        load.held.clear()
+        load.end = 0
+
+    def next_late(self, loads: Iterable[Load]) -> float | None:
+        """When, by the clock, the first of these loads will be late."""
+        return min((load.late_at for load in loads if load.late_at is not None), default=None)
+
+    def _gated(self, infos: Sequence[PageInfo], end: int, first: dict[Tier, int]) -> int:
+        """Where to stop loading, for computing the rest is faster."""
+        for tier in (Tier.L3, Tier.L2):
+            start = first.get(tier, end)
+            pages = sum(self._nearest(info) is tier for info in infos[start:end])
+            if pages and not self.gate.worth_loading(tier, pages):
+                end = start
+        return end
+
+    def _patience(self, pages: int) -> float:
+        if self.policy.load != "auto":
+            return self.policy.load_timeout_s
+        speed = self.gate.prefill_tokens_per_s
+        if not speed:
+            return self.policy.load_timeout_s
+        computing = pages * self.pool.page_size / speed
+        return min(self.policy.load_timeout_s, _PATIENCE * computing + _PATIENCE_S)
+
+    def _pump(self, load: Load, *, queued: bool) -> None:
+        """Starts reads in order, as far as L2 has room for them."""
+        while load.next < load.end:
+            info = load.infos[load.next]
+            page = self.host.find(info)
+            if self.pool.find(info) is None and (page is None or page.payload is None):
+                if page is None:
+                    page = self._read(info, queued)
+                if page is None:
+                    return
+                if load.next not in load.held:
+                    self.host.hold(page)
+                    load.held[load.next] = page
+            load.next += 1
+
+    def _read(self, info: PageInfo, queued: bool) -> HostPage | None:
+        if self.disk is None or self.disk.find(info) is None or self._loads_hold_enough(queued):
+            return None
+        page = self._place(info, None, through=True) if self.reading.allows() else None
+        if page is not None:
+            self.host.hold(page)  # for the read itself
+            self._start_read(page)
+        return page
+
+    def _start_read(self, page: HostPage) -> None:
+        assert self.disk is not None
+        stored = self.disk.find(page.info)
+        assert stored is not None
+        self._reads.started(self._clock())
+        page.cancel = self.disk.store.read(stored, page.info, lambda outcome: self._deliver(page, outcome))
+
+    def _loads_hold_enough(self, queued: bool) -> bool:
+        """The rest of L2 is for saving."""
+        share = self.host.tree.capacity * (2 if queued else 3) // 4
+        return self.host.held - self._promised > share
+
+    def _waits_for_room(self, info: PageInfo, queued: bool) -> bool:
+        """Whether a page would be read if other loads did not hold so many."""
+        there = self.disk is not None and self.disk.find(info) is not None
+        return there and self.reading.state is BreakerState.CLOSED and self._loads_hold_enough(queued)
+
+    def _deliver(self, page: HostPage, outcome: ReadOutcome) -> None:
+        """On a thread of the store: makes the bytes a page and hands it over."""
+        assert self.disk is not None
+        try:
+            payload = None if outcome.data is None else self.disk.pages.host_page(outcome.data)
+        except Exception:
+            _log.exception("a page read from L3 could not be put into host memory")
+            payload = None
+        self._post(lambda: self._arrived(page, payload, outcome))
+
+    def _arrived(self, page: HostPage, payload: Any | None, outcome: ReadOutcome) -> None:
+        assert self.disk is not None
+        burst = self._reads.ended(outcome.data, self._clock())
+        if outcome.reason is Reason.CANCELLED and page.holds > 1 and self.disk.find(page.info) is not None:
+            self._start_read(page)  # somebody has come for it since
+            return
+        page.cancel = None
+        self.host.arrived(page, payload)
+        if outcome.reason is not None:
+            self.disk.unreadable(outcome.page, outcome.reason)
+        else:
+            self.counts.by_tier[Tier.L3].loads += 1
+        if burst is not None and burst.pages:
+            self.gate.record_load(Tier.L3, burst.pages, burst.seconds)
+            self.read_speed.record(burst.bytes, burst.seconds)
+        tell(self.reading, outcome.reason)
+        self.host.release(page)
+
+    def _place(self, info: PageInfo, payload: Any | None, through: bool) -> HostPage | None:
+        """Adds a page to L2. One on its way through, from or to L3, may take the room of a page above it
+        where L2 is full of these, if L3 has that page as well: so prompts longer than L2 pass.
+        """
+        page = self.host.add(info, payload)
+        if page is not None or not through or self.disk is None or info.key in self.host.tree:
+            return page
+        above = self.host.tree.get(info.parent)
+        while above is not None and (above.holds or self.disk.find(above.info) is None):
+            above = self.host.tree.get(above.info.parent)
+        if above is None:
+            return None
+        self.host.drop(above)
+        self.host.tree.evictions += 1
+        return self.host.add(info, payload)

@@ -1,0 +1,222 @@
+"""Sending pages down: which go to L2, which on to L3, and in what order. No jax.
+
+Owner: the engine's thread. Outcomes of writes come back through `post`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from jkv.cache.l3.store import WriteOutcome
+from jkv.cache.load import HostPage
+from jkv.cache.loading import Loading
+from jkv.cache.lookup import tell
+from jkv.cache.pages import PageInfo, Tier
+from jkv.cache.speed import Speed
+
+_log = logging.getLogger(__name__)
+
+# Enough writes under way to keep the store's threads busy; more would only hold memory.
+_WRITES = 4
+# Keys that `second-use` remembers to have seen once, per page that L3 can hold.
+_SEEN_PER_PAGE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A page of L1 that has just become full, or that a request has just used again."""
+
+    page: int
+    info: PageInfo
+    prompt_tokens: int
+    used: bool
+
+
+class Saving(Loading):
+    """The half of the lower tiers that writes; what it reads, Loading has brought."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.write_speed = Speed()  # bytes of L3
+        self.leaving: list[Offer] = []  # pages that L1 gave up and that are to be copied before the next step
+        self._backlog: deque[HostPage] = deque()
+        self._writing = 0
+        self._seen: OrderedDict[bytes, None] = OrderedDict()
+        self._unwritten: dict[HostPage, int] = {}  # on its way to L3, in order: numbers as they were queued
+        self._queued = 0
+        self._drained: list[tuple[int, Callable[[], None]]] = []  # after the write of that number
+        self._write_back = self.policy.write == "write-back"
+        if self._write_back:
+            self.pool.on_evict = lambda page, info: self.leaving.append(Offer(page, info, 0, used=True))
+
+    @property
+    def pending_writes(self) -> int:
+        """Pages that are yet to be published in L3."""
+        return len(self._unwritten)
+
+    def choose(self, offers: Iterable[Offer]) -> list[Offer]:
+        """Those of the offered pages that are to be copied to L2 now."""
+        chosen: dict[bytes, Offer] = {}
+        for offer in map(self._noted, offers):
+            if not self._below(offer) and self._goes_down(offer):
+                chosen[offer.info.key] = offer
+        return list(chosen.values())
+
+    def take_leaving(self) -> list[Offer]:
+        """Pages that L1 has just evicted and that no lower tier holds: to be copied before the next step."""
+        leaving, self.leaving = self.leaving, []
+        return [o for o in leaving if not self._below(o) and (self.host.keep or self._admits(o))]
+
+    def saved(self, offer: Offer, payload: Any) -> HostPage | None:
+        """Takes a page's copy into L2, and on to L3 as the policy says; None where L2 has no room."""
+        through = self._admits(offer) and not (self._write_back and self.host.keep)
+        page = self._place(offer.info, payload, through) if through or self._follows(offer.info) else None
+        if page is None:
+            self.counts.by_tier[Tier.L2 if self.host.keep else Tier.L3].drops += 1
+            return None
+        page.prompt_tokens = offer.prompt_tokens
+        self.counts.by_tier[Tier.L2].stores += 1
+        if self.disk is None:
+            return page
+        if through:
+            self._queue(page)
+        elif self._write_back:
+            self.host.dirty[offer.info.key] = page
+            self._clean()
+        if not self.host.keep and not page.holds and not page.failed:
+            self.host.drop(page)
+        return page
+
+    def flush_dirty(self) -> None:
+        """Queues for L3 all that only L2 holds, as before a stop."""
+        while self.host.dirty:
+            self._queue(self.host.dirty.popitem(last=False)[1])
+
+    def store_all(self) -> None:
+        """Queues for L3 every page of L2 that it lacks."""
+        for page in self.host.pages():
+            if page.payload is not None and self.disk is not None and not self.disk.has(page.info):
+                self._queue(page)
+
+    def when_drained(self, done: Callable[[], None]) -> None:
+        """Has `done` called once every write that is wanted now is published or has failed."""
+        self.flush_dirty()
+        self._drained.append((self._queued, done))
+        self._settle()
+
+    def _follows(self, info: PageInfo) -> bool:
+        """Whether the page can be found again below L1: the one before it is there. Under write-back L1 gives
+        up leaves first, and the one before it is to follow.
+        """
+        if self._write_back or info.parent == info.root or info.parent in self.host.tree:
+            return True
+        return self.disk is not None and info.parent in self.disk.tree
+
+    def _noted(self, offer: Offer) -> Offer:
+        """Remembers that a page was seen, where its second use decides: one seen before counts as used."""
+        if self.disk is None or self.policy.l3_admission != "second-use":
+            return offer
+        if offer.info.key in self._seen:
+            return replace(offer, used=True)
+        self._seen[offer.info.key] = None
+        if len(self._seen) > _SEEN_PER_PAGE * max(self.disk.capacity, 1024):
+            self._seen.popitem(last=False)
+        return offer
+
+    def _below(self, offer: Offer) -> bool:
+        """Whether a lower tier has the page; if only L2 has, it may be L3's turn."""
+        page = self.host.find(offer.info)
+        if page is None:
+            return self.disk is not None and self.disk.has(offer.info)
+        if page.payload is not None and not self._write_back and offer.used and self._admits(offer):
+            self._queue(page)
+        return True
+
+    def _goes_down(self, offer: Offer) -> bool:
+        if self._write_back or (self.policy.write == "write-through-selective" and not offer.used):
+            return False
+        return self.host.keep or self._admits(offer)
+
+    def _admits(self, offer: Offer) -> bool:
+        """Whether L3 takes the page, by the policy."""
+        if self.disk is None or offer.prompt_tokens < self.policy.l3_min_tokens:
+            return False
+        return self.policy.l3_admission == "always" or offer.used
+
+    def _queue(self, page: HostPage) -> None:
+        assert self.disk is not None
+        if page in self._unwritten or self.disk.has(page.info):
+            return
+        self._queued += 1
+        self._unwritten[page] = self._queued
+        # More would leave L2 no room for what comes: those may go before their turn to be written.
+        page.promised = not self.host.keep or self._promised < self.host.tree.capacity // 2
+        if page.promised:
+            self._promised += 1
+            self.host.hold(page)
+        self._backlog.append(page)
+        self._write_some()
+
+    def _write_some(self) -> None:
+        assert self.disk is not None
+        while self._backlog and self._writing < _WRITES:
+            page = self._backlog.popleft()
+            if page.failed or not self.writing.allows() or not self.disk.reserve(page.info):
+                self._unqueue(page)
+                self._drop(page)
+                continue
+            if not page.promised:
+                page.promised = True
+                self._promised += 1
+                self.host.hold(page)
+            self._writing += 1
+            self.disk.store.write(
+                page.info,
+                partial(self.disk.pages.host_bytes, page.payload),
+                partial(self._after_write, page),
+            )
+
+    def _after_write(self, page: HostPage, outcome: WriteOutcome) -> None:
+        """On a thread of the store."""
+        self._post(lambda: self._written(page, outcome))
+
+    def _written(self, page: HostPage, outcome: WriteOutcome) -> None:
+        assert self.disk is not None
+        self._writing -= 1
+        if self.disk.written(page.info, outcome):
+            self.counts.by_tier[Tier.L3].stores += 1
+            self.write_speed.record(outcome.bytes, outcome.seconds)
+        else:
+            self._drop(page)
+        tell(self.writing, outcome.reason)
+        self._unqueue(page)
+        self._write_some()
+        self._settle()
+
+    def _unqueue(self, page: HostPage) -> None:
+        del self._unwritten[page]
+        if page.promised:
+            page.promised = False
+            self._promised -= 1
+            self.host.release(page)
+
+    def _drop(self, page: HostPage) -> None:
+        self.counts.by_tier[Tier.L3].drops += 1
+        _log.debug("page %s is not written to L3", page.info.key.hex())
+
+    def _clean(self) -> None:
+        """Writes ahead what would otherwise be lost when L2 evicts it."""
+        while self.host.dirty and len(self.host.tree) * 4 >= self.host.tree.capacity * 3:
+            if self.pending_writes >= self.host.tree.capacity // 4:
+                return
+            self._queue(self.host.dirty.popitem(last=False)[1])
+
+    def _settle(self) -> None:
+        first = next(iter(self._unwritten.values()), self._queued + 1)
+        while self._drained and self._drained[0][0] < first:
+            self._drained.pop(0)[1]()
