@@ -1,4 +1,4 @@
-"""`python -m jkv.bench serving|interference|cached|multiturn|tiers|trace|router ...`."""
+"""`python -m jkv.bench serving|interference|cached|multiturn|tiers|trace|router|cluster ...`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from jkv import flags
-from jkv.bench import cached, interference, multiturn, router, serving, tiers, trace
+from jkv.bench import cached, cluster, interference, multiturn, router, serving, tiers, trace
 from jkv.bench.calibrate import calibrate
 from jkv.bench.drive import Target, connected
 from jkv.bench.options import ReportOptions, TargetOptions
@@ -47,6 +47,11 @@ async def _on_engine(options: tiers.TiersOptions) -> Measured:
 
 async def _offline(options: trace.TraceOptions) -> Measured:
     return Measured(report=await asyncio.to_thread(trace.run, options), subject=options.file)
+
+
+async def _cluster(options: cluster.ClusterOptions) -> Measured:
+    report = await asyncio.to_thread(cluster.run, options)
+    return Measured(report=report, subject=options.file or "groups of prompts")
 
 
 async def _router(options: router.RouterOptions) -> Measured:
@@ -97,6 +102,11 @@ _BENCHMARKS = {
         options=router.RouterOptions,
         run=_router,
         description="Measure a router's index and choices with millions of pages, quiet and under churn.",
+    ),
+    "cluster": _Benchmark(
+        options=cluster.ClusterOptions,
+        run=_cluster,
+        description="Compare the router's policies on one load, with simulated engines.",
     ),
 }
 

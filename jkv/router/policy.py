@@ -9,7 +9,7 @@ from typing import Protocol
 
 from jkv.router.score import Candidate, EngineScore, score
 
-# Engines whose expected times differ by less than it takes to compute this many pages are equally good.
+# Engines that differ by no more than what it costs to compute this many pages are equally good.
 _NEAR_PAGES = 2
 
 
@@ -55,9 +55,9 @@ class Policy(Protocol):
 def cache_aware(ballot: Ballot) -> tuple[int, str]:
     """The shortest expected time to the first token; of near ones, the least loaded.
 
-    Where requests wait, the time that its work takes from them counts as well. Without that every request
-    would move to the shortest queue, its prefix be computed there again, and another one evicted for it: in a
-    simulated cluster near saturation hits fell to 0.56 of the ideal, from 0.94.
+    The time that its work takes from requests behind it counts as well. Without that, requests would move to
+    the shortest queue whenever it is shorter by what they cost, have their prefixes computed there again, and
+    others evicted for them.
     """
     costs = [one.cost_s for one in ballot.scores]
     best = min(costs)
@@ -96,7 +96,7 @@ def policy(name: str, seed: int | None = None) -> Policy:
 def choose(policy: Policy, candidates: Sequence[Candidate], prompt_tokens: int, page_size: int) -> Choice:
     """One of the candidates, of which there is at least one."""
     scores = score(candidates, prompt_tokens, page_size)
-    near_s = _NEAR_PAGES * page_size * min(one.token_s for one in scores)
+    near_s = _NEAR_PAGES * page_size * min((1 + one.behind) * one.token_s for one in scores)
     chosen, why = policy(Ballot(candidates=candidates, scores=scores, near_s=near_s))
     return Choice(scores=scores, chosen=chosen, why=why)
 

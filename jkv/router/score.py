@@ -22,10 +22,12 @@ _PREFILL_TOKENS_PER_S = 2000.0
 _L2_BYTES_PER_S = 4 * 2.0**30
 _L3_BYTES_PER_S = 2.0**30
 _SLOT_S = 1.0
-# As many requests as wait at an engine now are expected to come after this one, and this part of those that wait
-# elsewhere. With none of the latter, hits in a simulated cluster near saturation fell to 0.88 of the ideal, from
-# 0.94; with half of them, requests for one hot prefix waited 1.7 times as long where it is.
+# How many requests are expected at an engine after this one: as many as wait there now, this part of those
+# that wait elsewhere, and these in any case. Chosen by `python -m jkv.bench cluster`: without all that hits
+# fell to 0.55 of the ideal near saturation, from 0.96. With more of those that wait elsewhere, requests for
+# one hot prefix would wait where it is while other engines are idle.
 _ELSEWHERE = 0.25
+_IN_ANY_CASE = 2
 # Speeds closer than this to the median are the median: so much do measurements of equal machines differ;
 # a few percent would otherwise send every request to the same one.
 _ALIKE = 1.5
@@ -52,7 +54,7 @@ class Candidate(NamedTuple):
 class EngineScore(NamedTuple):
     """Tokens by the tier that will serve them, and expected seconds; `token_s` is that of computing one.
 
-    `behind` is how many requests are thought to be delayed by what it does for this one.
+    `behind` is how many requests are expected to be delayed by what it does for this one.
     """
 
     id: str
@@ -140,7 +142,7 @@ def _score(candidate: Candidate, prompt_tokens: int, page_size: int, fleet: _Fle
         load_s=l2_s + l3_s,
         prefill_s=(prompt_tokens - l1 - l2 - l3) / prefill,
         token_s=1 / prefill,
-        behind=(1 - _ELSEWHERE) * _waiting(candidate) + _ELSEWHERE * fleet.waiting,
+        behind=_IN_ANY_CASE + (1 - _ELSEWHERE) * _waiting(candidate) + _ELSEWHERE * fleet.waiting,
     )
 
 

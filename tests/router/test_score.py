@@ -77,7 +77,7 @@ def test_pages_that_prompts_before_it_will_leave_count_as_cached() -> None:
 def test_31_of_32_pages_beat_none_and_give_way_to_a_queue() -> None:
     prompt = 32 * _PAGE
     assert _choose([_engine("cold"), _engine("warm", Match(l1=31))], prompt).score.id == "warm"
-    busy = _engine("warm", Match(l1=31), prefill_tokens=5000, requests=3)
+    busy = _engine("warm", Match(l1=31), prefill_tokens=7000, requests=3)
     assert _choose([_engine("cold"), busy], prompt).score.id == "cold"
     waits = _engine("warm", Match(l1=31), prefill_tokens=1500, requests=1)
     assert _choose([_engine("cold"), waits], prompt).score.id == "warm"
@@ -94,9 +94,9 @@ def test_near_ties_go_to_the_least_loaded(fewer: int) -> None:
 
 
 def test_a_prefix_is_computed_again_sooner_where_nobody_waits_for_that() -> None:
-    warm = _engine("warm", Match(l1=31), prefill_tokens=4500, requests=8)
+    warm = _engine("warm", Match(l1=31), prefill_tokens=9500, requests=4)
     assert _choose([warm, _engine("idle")], 32 * _PAGE).score.id == "idle"
-    busy = _engine("busy", prefill_tokens=1000, requests=3)
+    busy = _engine("busy", prefill_tokens=3000, requests=3)
     assert _one(busy, 32 * _PAGE).ttft_s < _one(warm, 32 * _PAGE).ttft_s
     assert _choose([warm, busy], 32 * _PAGE).score.id == "warm"
 
@@ -120,7 +120,7 @@ def test_a_much_faster_engine_is_preferred_until_its_queue_is_longer() -> None:
     fast = replace(_REPORT, prefill_tokens_per_s=4000.0)
     engines = [_engine("slow"), _engine("slow too"), _engine("fast", report=fast, prefill_tokens=8000)]
     assert _choose(engines, 4000).score.id == "fast"  # 2 s and 1 s against 4 s
-    engines[2] = engines[2]._replace(prefill_tokens=14_000)
+    engines[2] = engines[2]._replace(prefill_tokens=40_000)
     assert _choose(engines, 4000).score.id == "slow"
 
 
@@ -137,7 +137,7 @@ def test_an_engine_without_a_free_slot_is_waited_for() -> None:
     full = _engine("full", Match(l1=10), requests=9, slot_s=4.0)
     assert _one(full, 11 * _PAGE).queue_s == pytest.approx(2 * 4.0 / 8)
     assert _one(full._replace(requests=7), 11 * _PAGE).queue_s == 0
-    assert _choose([full, _engine("free")], 11 * _PAGE).score.id == "free"
+    assert _choose([full._replace(slot_s=20.0), _engine("free")], 11 * _PAGE).score.id == "free"
     # The time that a slot is kept is taken from engines that know it.
     scores = score([full._replace(slot_s=0.0), _engine("b", slot_s=8.0)], 64, _PAGE)
     assert scores[0].queue_s == pytest.approx(2 * 8.0 / 8)
@@ -202,5 +202,5 @@ def test_scores_add_up_and_somebody_is_chosen(engines: list[Candidate], prompt: 
         assert min(one.l1_tokens, one.l2_tokens, one.l3_tokens, one.queue_s, one.load_s) >= 0
         assert one.prefill_s > 0
     if name == "cache-aware":
-        near_s = 2 * _PAGE * max(one.token_s for one in choice.scores)
+        near_s = 2 * _PAGE * max((1 + one.behind) * one.token_s for one in choice.scores)
         assert choice.score.cost_s <= min(one.cost_s for one in choice.scores) + near_s
