@@ -133,7 +133,8 @@ class Holders:
 
     def _bank(self, number: int) -> Array:
         while number >= _WORD * len(self._banks):
-            self._banks.append(reserved((self._most_rows, TIERS), np.uint64))
+            self._banks.append(reserved(self._most_rows, TIERS, np.uint64))
+            self._most_rows = len(self._banks[-1])
         return self._banks[number // _WORD]
 
     def _words(self, values: Array) -> Array:
@@ -143,6 +144,8 @@ class Holders:
 
     def _new_rows(self, values: Array) -> Array:
         """Rows for pages with one holder each."""
+        numbers = (values >> TIERS).astype(np.int64)
+        self._bank(int(numbers.max()))
         fresh = max(len(values) - len(self._free), 0)
         if self._rows + fresh > self._most_rows:
             raise JkvError(f"the index is full: {self._rows} shared pages; give the router more memory")
@@ -150,8 +153,6 @@ class Holders:
         del self._free[len(self._free) - len(again) :]
         rows = np.array([*again, *range(self._rows, self._rows + fresh)], np.uint32)
         self._rows += fresh
-        numbers = (values >> TIERS).astype(np.int64)
-        self._bank(int(numbers.max()))
         one = np.uint64(1) << (numbers % _WORD).astype(np.uint64)
         held = (values[:, None] & _WEIGHTS) != 0
         for bank, words in enumerate(self._banks):

@@ -32,8 +32,8 @@ class PageTable:
         """It can grow to `reserve` buckets; by default to those that fit in half of the memory."""
         self.used = 0
         buckets = reserve or memory_bytes() // 2 // (SLOTS * _SLOT_BYTES)
-        self._keys = reserved((buckets, SLOTS), np.uint64)
-        self._values = reserved((buckets, SLOTS), np.uint32)
+        self._keys = reserved(buckets, SLOTS, np.uint64)
+        self._values = reserved(len(self._keys), SLOTS, np.uint32)
         self._level, self._split = _FIRST_BUCKETS, 0  # buckets below `_split` have been split into two
         self._random = np.random.default_rng(0)
 
@@ -149,7 +149,7 @@ class PageTable:
     def _split_next(self, count: int) -> int:
         """Splits up to `count` buckets; returns how many. Keys stay in a bucket or go to its new one."""
         start, end = self._split, min(self._split + count, self._level)
-        if self._level + end > len(self._keys):
+        if self._level + end > len(self._values):
             raise JkvError(
                 f"the index is full: {self.used} pages in {self.nbytes / 2**30:.1f} GiB; "
                 "give the router more memory"

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from hashlib import blake2b
 
 import numpy as np
@@ -76,3 +78,18 @@ def test_a_full_table_refuses_and_keeps_what_it_has() -> None:
     table.check()
     assert table.used == 2000
     assert (table.find(kept) >= 0).all()
+
+
+def test_it_takes_what_addresses_there_are() -> None:
+    code = """
+import resource
+import numpy as np
+from jkv.router.page_table import PageTable
+resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))
+table = PageTable(2**32)
+keys = np.random.default_rng(0).integers(1, 2**64, 10_000, dtype=np.uint64)
+table.insert(keys, np.ones(10_000, np.uint32))
+table.check()
+"""
+    environment = {"OPENBLAS_NUM_THREADS": "1"}  # its threads need addresses too
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
