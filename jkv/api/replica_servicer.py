@@ -15,8 +15,8 @@ from jkv.cache.pages import Tier
 from jkv.cache.replica import ReplicaDescription, ReplicaEvent
 from jkv.errors import InvalidRequestError
 
-# A message of a snapshot has a megabyte of keys at most.
-_KEYS_PER_EVENT = 2**16
+# A router takes a message with so many keys into its index in two milliseconds, and decides nothing meanwhile.
+_KEYS_PER_EVENT = 2**11
 
 
 class ReplicaServicer(pb_grpc.ReplicaServicer):
