@@ -189,6 +189,8 @@ class DiskTier:
         """Takes note of a read that failed: a page that is bad or gone is not found again."""
         if reason in (Reason.CANCELLED, Reason.CLOSED):
             return
+        if reason is Reason.MISSING and not self._knows(page):
+            return  # it was evicted while its read was under way
         self.errors[f"read_{reason.value}"] += 1
         if reason not in _BAD and reason is not Reason.MISSING:
             return
@@ -232,6 +234,10 @@ class DiskTier:
                 continue
             self._report(page.key)
             self._deleted_from_tree(own for _, own in evicted)
+
+    def _knows(self, page: StoredPage) -> bool:
+        own = self.tree.get(page.key)
+        return (own is not None and own.stored == page) or self._foreign.get(page.key) == page
 
     def _forget(self, page: StoredPage) -> None:
         own = self.tree.get(page.key)

@@ -123,6 +123,22 @@ def test_foreign_pages_are_read_and_never_deleted() -> None:
     assert [d.tier.find(i) is not None for i in infos] == [False, False, True]
 
 
+def test_a_page_evicted_while_it_is_read_is_no_error() -> None:
+    d = Disk(1)
+    (first,), (second,) = prompt(1, 1), prompt(2, 1)
+    assert d.write(first)
+    page = d.tier.find(first)
+    assert page is not None
+    assert d.write(second)
+    d.tier.unreadable(page, Reason.MISSING)
+    assert not d.tier.errors
+    page = d.tier.find(second)
+    assert page is not None
+    d.tier.unreadable(page, Reason.MISSING)
+    assert d.tier.errors == {"read_missing": 1}
+    assert d.tier.find(second) is None
+
+
 def test_own_and_foreign_copies_stand_in_for_each_other() -> None:
     (info,) = prompt(1, 1)
     d = Disk(4, own=stored([info]), foreign=stored([info], "other"))
