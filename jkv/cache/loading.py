@@ -88,7 +88,7 @@ class Loading(TierLookup):
             load.next = min(load.next, number)
             self._pump(load, queued=queued)
             page = load.held.get(number)
-        if page.failed if page is not None else not self._waits_for_room(load.infos[number], queued):
+        if page.failed if page is not None else not self._waits_for_room(load, number, queued):
             load.end = number
             return PageState.ABSENT
         if page is not None and page.payload is not None:
@@ -196,15 +196,21 @@ class Loading(TierLookup):
         self._reads.started(self._clock())
         page.cancel = self.disk.store.read(stored, page.info, lambda outcome: self._deliver(page, outcome))
 
-    def _loads_hold_enough(self, queued: bool) -> bool:
+    def _loads_may_hold(self, *, queued: bool) -> int:
         """The rest of L2 is for saving."""
-        share = self.host.tree.capacity * (2 if queued else 3) // 4
-        return self.host.held - self._promised > share
+        return self.host.tree.capacity * (2 if queued else 3) // 4 + 1
 
-    def _waits_for_room(self, info: PageInfo, queued: bool) -> bool:
-        """Whether a page would be read if other loads did not hold so many."""
-        there = self.disk is not None and self.disk.find(info) is not None
-        return there and self.reading.state is BreakerState.CLOSED and self._loads_hold_enough(queued)
+    def _loads_hold_enough(self, queued: bool) -> bool:
+        return self.host.held - self._promised >= self._loads_may_hold(queued=queued)
+
+    def _waits_for_room(self, load: Load, number: int, queued: bool) -> bool:
+        """Whether a page would be read if other loads did not hold so many. Queued ones may have to wait
+        until this one has ended: it waits neither where the rest of L2 is nothing, nor while it holds pages.
+        """
+        there = self.disk is not None and self.disk.find(load.infos[number]) is not None
+        waits = queued or self._loads_may_hold(queued=False) > self._loads_may_hold(queued=True)
+        full = self._loads_hold_enough(queued) and not load.held
+        return there and waits and full and self.reading.state is BreakerState.CLOSED
 
     def _deliver(self, page: HostPage, outcome: ReadOutcome) -> None:
         """On a thread of the store: makes the bytes a page and hands it over."""

@@ -276,3 +276,26 @@ class TestWindow:
             assert load is not None
             r.lower.end(load)
         r.check_at_rest()
+
+    @pytest.mark.parametrize("l2", [1, 2, 3, 8])
+    def test_a_running_request_does_not_wait_for_queued_ones(self, l2: int) -> None:
+        """They hold what they may, and are not admitted before it has ended."""
+        mine, others = prompt(1, 2), prompt(2, 8)
+        r = rig(l2=l2, own=[*mine, *others])
+        queued = r.begin(others)
+        load = r.begin(mine)
+        assert queued is not None
+        assert load is not None
+        r.answer("read")
+        assert not r.lower.settled(load), "while it is queued itself it waits"
+        tiers: list[Tier] = []
+        state = PageState.COMING
+        while state is PageState.COMING and len(tiers) < 2:
+            more, state = r.bring(load, len(tiers))
+            tiers += more
+            assert r.store.pending("read") or state is PageState.ABSENT or len(tiers) == 2
+            r.answer("read")
+        assert len(tiers) == (2 if l2 > 2 else 0)
+        for ended in (load, queued):
+            r.lower.end(ended)
+        r.check_at_rest()
