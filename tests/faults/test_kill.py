@@ -44,7 +44,8 @@ def test_what_was_published_is_served_and_nothing_else(tmp_path: Path, kills: in
         leave_stale_locks(store)
     with tiered(tmp_path, store=store) as subject:
         survived(subject, asked)
-        assert len([path for path in store.iterdir() if path.is_dir()]) == 1, "each start took the same owner over"
+        owners = [path for path in store.iterdir() if path.is_dir()]
+        assert len(owners) == 1, "each start took the same owner over"
         read_by_another(subject, asked, tmp_path / "another")
     assert in_mid_write, "no kill came between two pages of a prompt"
 
