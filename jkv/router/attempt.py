@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from jkv.router.engines import Engine, Sent
+from jkv.router.engines import Sent
 from jkv.router.failures import Failure, Kind, failure_of, lost
 
 
@@ -32,8 +32,11 @@ async def attempt(sent: Sent, call: Any, work: Coroutine[Any, Any, Failure | Non
         engine.sent.discard(sent)
 
 
-def count(engine: Engine, failure: Failure | None) -> Failure | None:
+def count(sent: Sent, failure: Failure | None) -> Failure | None:
     """Keep account of successes and failures, for the requests that come after; returns the failure."""
+    engine = sent.engine
+    if sent.moved:
+        return failure  # for its silence, by which it is known already
     if failure is None:
         engine.breaker.succeeded()
     elif failure.kind is Kind.FULL:

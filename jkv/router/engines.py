@@ -48,6 +48,7 @@ class Sent:
     """A request that an engine has. `moved` says that the router took it away, to send it elsewhere."""
 
     engine: Engine
+    peer: pb.Peer | None = None  # who has more of its prompt
     in_flight: InFlight | None = None  # in the engine's expected load, where it is a Generate
     cancel: Callable[[], Any] = lambda: None
     moved: bool = False
@@ -121,6 +122,10 @@ class Engine:
         if state is EngineState.SUSPECT:
             return f"{self.id} has been silent for {self.lag_s:.1f} s"
         return f"{self.id} is {state}"
+
+    def started(self) -> None:
+        """It is another process now, which has not failed yet."""
+        self.self_test, self.breaker, self.full_until = "pending", Breaker(time.monotonic), 0.0
 
     def disconnected(self, why: str) -> None:
         """Its stream of events has ended."""

@@ -137,7 +137,8 @@ class Follower:
 
     def _join(self, incarnation: str) -> None:
         if incarnation != self._process:
-            self._process, self._engine.self_test = incarnation, "pending"
+            self._process = incarnation
+            self._engine.started()
             self._joined()
 
     def _lost(self, why: str) -> None:

@@ -180,13 +180,15 @@ class _Relay:
     async def _attempt(self, sent: Sent, part: Sequence[int]) -> Failure | None:
         """Let one engine work on it; returns why it did not end well."""
         request = self._answer.request(part)
+        if sent.peer is not None:
+            request.peer.CopyFrom(sent.peer)
         call = sent.engine.generation.Generate(request, timeout=self._context.time_remaining())
         try:
             failure = await attempt(sent, call, self._pass_on(sent, part, call))
         finally:
             self._chooser.finished(sent)
         # What happened after the last chunk does not matter.
-        return count(sent.engine, failure if self._answer.unfinished(part) else None)
+        return count(sent, failure if self._answer.unfinished(part) else None)
 
     async def _pass_on(self, sent: Sent, part: Sequence[int], call: Any) -> Failure | None:
         first = True

@@ -52,7 +52,8 @@ class Texts:
                 answers.append(await call)
                 return None
 
-            failure = count(engine, await attempt(Sent(engine=engine), call, work()))
+            sent = Sent(engine=engine)
+            failure = count(sent, await attempt(sent, call, work()))
             if failure is None:
                 return answers[0]
             await asyncio.sleep(retries.note(engine.name, failure))

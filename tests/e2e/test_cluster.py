@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,11 +25,11 @@ from tests.e2e.server import TINY, Server, environment, run, serving, wait_for
 from tests.router.etcd_server import etcd_server
 
 PAGE = 8
-# Those of tests/faults, whose programs so serve here too.
 FLAGS = (
     f"--model {TINY} --page-size {PAGE} --max-num-seqs 4 --max-batched-tokens 64 --max-mixed-tokens 16 "
-    "--max-model-len 256 --batch-invariant --l1-pages 64 --served-model-name tiny"
+    "--max-model-len 1024 --batch-invariant --l1-pages 256 --served-model-name tiny"
 ).split()
+LONG = 900  # tokens, which take long enough to kill their engine meanwhile
 PROMPT = [3 + i % 97 for i in range(50)]
 
 
@@ -75,10 +76,13 @@ class Cluster:
         self.directory, self.stack = directory, ExitStack()
         self.servers: dict[str, Server] = {}
         self.etcd = self.stack.enter_context(etcd_server(directory / "etcd"))
-        self.router = RouterProcess(directory, "--etcd", self.etcd.address, "--suspect-after", "2")
-        self.stack.callback(self.router.kill)
+        self.start_router()
         for id in ("one", "two"):
             self.start(id)
+
+    def start_router(self) -> None:
+        self.router = RouterProcess(self.directory, "--etcd", self.etcd.address, "--suspect-after", "2")
+        self.stack.callback(self.router.kill)
 
     def start(self, id: str, port: str = "0") -> None:
         (self.directory / id).mkdir(exist_ok=True)
@@ -150,11 +154,11 @@ def test_an_answer_goes_on_bit_by_bit_where_its_engine_has_stopped(
     cluster: Cluster, fault: signal.Signals, sampling: dict[str, Any]
 ) -> None:
     salt = f"{fault.name}{len(sampling)}"
-    request = _request(200, salt, **sampling)
+    request = _request(LONG, salt, **sampling)
     (whole,) = collect(cluster.servers["two"].stub.Generate(request)).choices.values()
     request.cache_salt += "again"
     call = cluster.router.generation.Generate(request, timeout=60)
-    begun = list(itertools.islice(call, 5))
+    begun = [next(call)]
     busy = dict(call.initial_metadata())["jkv-engine"]
     cluster.stop(busy, fault)
     try:
@@ -163,7 +167,7 @@ def test_an_answer_goes_on_bit_by_bit_where_its_engine_has_stopped(
         served = [value for key, value in call.trailing_metadata() if key == "jkv-engine"]
         assert len(served) == 2, "the answer was done before its engine was stopped"
         assert choice == whole
-        assert (usage.prompt_tokens, usage.completion_tokens) == (len(PROMPT), 200)
+        assert (usage.prompt_tokens, usage.completion_tokens) == (len(PROMPT), LONG)
         assert usage.cached_tokens == 0
     finally:
         if fault is signal.SIGSTOP:
@@ -178,3 +182,49 @@ def test_before_the_first_token_clients_see_nothing_of_a_death(cluster: Cluster)
         assert collect(call).choices[0].finish_reason == "length"
     cluster.router.wait_state(victim, "connecting")
     wait_for(lambda: not any(cluster.router.engine(victim).pages.values()), "its memory is forgotten", 10)
+
+
+def _asks(cluster: Cluster, salt: str) -> None:
+    """Requests while something is wrong are answered, and at once."""
+    for number in range(4):
+        call = cluster.router.generation.Generate(_request(3, f"{salt}{number}"), timeout=20)
+        assert collect(call).choices[0].finish_reason == "length"
+
+
+def _membership(cluster: Cluster) -> str:
+    return cluster.router.router.Status(pb.RouterStatusRequest(), timeout=10).membership
+
+
+@pytest.mark.parametrize("fault", ["killed", "frozen", "emptied"])
+def test_nobody_misses_etcd(cluster: Cluster, fault: str) -> None:
+    if fault == "frozen":
+        cluster.etcd.stop()
+    else:
+        cluster.etcd.kill()
+    _asks(cluster, f"without etcd {fault}")
+    wait_for(lambda: _membership(cluster).startswith("frozen: "), "the router notices", 20)
+    _asks(cluster, f"frozen {fault}")
+    if fault == "frozen":
+        cluster.etcd.resume()
+    else:
+        if fault == "emptied":
+            cluster.etcd.empty()
+        cluster.etcd.start()
+    wait_for(lambda: _membership(cluster) == "etcd", "the router follows etcd again", 30)
+    _asks(cluster, f"again {fault}")
+    for id in cluster.servers:
+        assert cluster.router.engine(id).state == "serving"
+        wait_for(lambda id=id: cluster.agrees(id), f"the router knows what {id} has", 20)
+
+
+def test_a_router_that_was_killed_is_back_in_seconds(cluster: Cluster) -> None:
+    before = {id: cluster.router.engine(id).pages for id in cluster.servers}
+    cluster.router.kill()
+    started = time.monotonic()
+    cluster.start_router()
+    for id in cluster.servers:
+        cluster.router.wait_state(id, "serving", 10)
+    assert time.monotonic() - started < 10  # 5 on an idle machine
+    for id in cluster.servers:
+        wait_for(lambda id=id: cluster.agrees(id), f"the router knows what {id} has", 20)
+        assert cluster.router.engine(id).pages["l1"] >= before[id]["l1"]

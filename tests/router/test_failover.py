@@ -212,6 +212,22 @@ def test_full_engines_are_passed_over_and_when_all_are_the_client_hears_when_to_
     asyncio.run(run())
 
 
+def test_a_new_process_is_not_blamed_for_the_failures_of_the_one_before() -> None:
+    async def run() -> None:
+        async with cluster("one", "two", policy="round-robin") as (rig, (one, two)):
+            two.full = True
+            one.failing = True
+            for _ in range(4):
+                await rig.generate(prompt())
+            await until(lambda: rig.router._fleet.engines[0].state == "failing")
+            await one.kill()
+            one.failing = False
+            await one.restart()
+            await until(lambda: rig.router._fleet.engines[0].state == "serving")
+
+    asyncio.run(run())
+
+
 def test_a_restart_in_place_between_requests_is_not_seen_by_clients() -> None:
     async def run() -> None:
         async with cluster("one") as (rig, (engine,)):
