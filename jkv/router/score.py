@@ -9,7 +9,6 @@ What has not been measured yet is taken from the other engines, or from a guess,
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -103,17 +102,18 @@ def score(candidates: Sequence[Candidate], prompt_tokens: int, page_size: int) -
 def _fleet(candidates: Sequence[Candidate]) -> _Fleet:
     reports = [candidate.report for candidate in candidates]
     return _Fleet(
-        prefill=_typical((report.prefill_tokens_per_s for report in reports), _PREFILL_TOKENS_PER_S),
-        l2=_typical((report.l2_bytes_per_s for report in reports), _L2_BYTES_PER_S),
-        l3=_typical((report.l3_bytes_per_s for report in reports), _L3_BYTES_PER_S),
-        slot_s=_typical((candidate.slot_s for candidate in candidates), _SLOT_S),
-        waiting=statistics.fmean(map(_waiting, candidates)),
+        prefill=_typical([report.prefill_tokens_per_s for report in reports], _PREFILL_TOKENS_PER_S),
+        l2=_typical([report.l2_bytes_per_s for report in reports], _L2_BYTES_PER_S),
+        l3=_typical([report.l3_bytes_per_s for report in reports], _L3_BYTES_PER_S),
+        slot_s=_typical([candidate.slot_s for candidate in candidates], _SLOT_S),
+        waiting=sum(map(_waiting, candidates)) / len(candidates),
     )
 
 
 def _typical(values: Iterable[float], guess: float) -> float:
-    measured = [value for value in values if value > 0]
-    return statistics.median_low(measured) if measured else guess
+    """The lower median of what was measured."""
+    measured = sorted([value for value in values if value > 0])
+    return measured[(len(measured) - 1) // 2] if measured else guess
 
 
 def _speed(measured: float, typical: float) -> float:
@@ -131,15 +131,18 @@ def _score(candidate: Candidate, prompt_tokens: int, page_size: int, fleet: _Fle
     coming = min(candidate.coming_pages * page_size, limit) - l3_end
     l1, l2, l3 = l1_end + max(coming, 0), l2_end - l1_end, l3_end - l2_end
     token_bytes = candidate.page_bytes / page_size
-    l2_s = min(l2 * token_bytes / _speed(report.l2_bytes_per_s, fleet.l2), l2 / prefill)
-    l3_s = min(l3 * token_bytes / _speed(report.l3_bytes_per_s, fleet.l3), l3 / prefill)
+    load_s = 0.0
+    if l2:
+        load_s += min(l2 * token_bytes / _speed(report.l2_bytes_per_s, fleet.l2), l2 / prefill)
+    if l3:
+        load_s += min(l3 * token_bytes / _speed(report.l3_bytes_per_s, fleet.l3), l3 / prefill)
     return EngineScore(
         id=candidate.id,
         l1_tokens=l1,
         l2_tokens=l2,
         l3_tokens=l3,
         queue_s=max(candidate.prefill_tokens / prefill, _slot_wait(candidate, fleet)),
-        load_s=l2_s + l3_s,
+        load_s=load_s,
         prefill_s=(prompt_tokens - l1 - l2 - l3) / prefill,
         token_s=1 / prefill,
         behind=_IN_ANY_CASE + (1 - _ELSEWHERE) * _waiting(candidate) + _ELSEWHERE * fleet.waiting,
