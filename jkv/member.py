@@ -9,6 +9,7 @@ from collections.abc import Coroutine
 from importlib.metadata import version
 from typing import Any
 
+from jkv.api.peers import GrpcPeers
 from jkv.cache.keys import FORMAT_VERSION
 from jkv.cache.replica import Replica
 from jkv.config import ServeConfig
@@ -29,6 +30,7 @@ class ClusterMember:
         self._replica, self._cluster = replica, config.cluster
         self._etcd = Etcd(options)
         self._record = _record(config, replica, address)
+        self._peers = GrpcPeers(config.load_timeout)
         self._registration = Registration(self._etcd, config.cluster, self._record)
         self._members = Members(self._etcd, config.cluster)
         self._shards = (
@@ -53,6 +55,7 @@ class ClusterMember:
         if self._shards is not None:
             self._replica.follow_own(self._shards.add, self._shards.remove)
             self._start(self._shards.run())
+        self._replica.use_peers(self._peers, self.trusts)
         self._start(self._registration.run())
         self._start(self._members.run())
 
@@ -68,6 +71,7 @@ class ClusterMember:
         if self._shards is not None:
             with contextlib.suppress(EtcdError):
                 await self._shards.flush()
+        self._peers.close()
         await self._etcd.close()
 
     def trusts(self, address: str) -> bool:

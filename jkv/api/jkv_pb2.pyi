@@ -27,7 +27,7 @@ class Messages(_message.Message):
     def __init__(self, messages: _Optional[_Iterable[_Union[Message, _Mapping]]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("prompt", "token_ids", "messages", "sampling", "cache_salt", "no_cache", "request_id", "priority", "model", "resume_token_ids")
+    __slots__ = ("prompt", "token_ids", "messages", "sampling", "cache_salt", "no_cache", "request_id", "priority", "model", "resume_token_ids", "peer")
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
@@ -38,6 +38,7 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     RESUME_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
     prompt: str
     token_ids: TokenIds
     messages: Messages
@@ -48,7 +49,16 @@ class GenerateRequest(_message.Message):
     priority: int
     model: str
     resume_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, prompt: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., messages: _Optional[_Union[Messages, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., cache_salt: _Optional[str] = ..., no_cache: bool = ..., request_id: _Optional[str] = ..., priority: _Optional[int] = ..., model: _Optional[str] = ..., resume_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    peer: Peer
+    def __init__(self, prompt: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., messages: _Optional[_Union[Messages, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., cache_salt: _Optional[str] = ..., no_cache: bool = ..., request_id: _Optional[str] = ..., priority: _Optional[int] = ..., model: _Optional[str] = ..., resume_token_ids: _Optional[_Iterable[int]] = ..., peer: _Optional[_Union[Peer, _Mapping]] = ...) -> None: ...
+
+class Peer(_message.Message):
+    __slots__ = ("address", "pages")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    pages: int
+    def __init__(self, address: _Optional[str] = ..., pages: _Optional[int] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs", "top_logprobs", "ignore_eos", "n")

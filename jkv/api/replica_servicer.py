@@ -15,7 +15,7 @@ from jkv.cache.pages import Tier
 from jkv.cache.replica import ReplicaDescription, ReplicaEvent
 from jkv.errors import InvalidRequestError
 
-# A router takes a message with so many keys into its index in two milliseconds, and decides nothing meanwhile.
+# A router takes so many keys into its index in two milliseconds, and decides nothing meanwhile.
 _KEYS_PER_EVENT = 2**11
 
 

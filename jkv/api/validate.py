@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 
 from jkv.api import jkv_pb2 as pb
 from jkv.api.sampling import check_prompt_length, sampling_params, sequence_count
+from jkv.cache.peers import PeerHint
 from jkv.engine.request import EngineInfo, EngineRequest, SamplingParams
 from jkv.errors import InvalidRequestError, UnknownModelError
 
@@ -15,6 +16,7 @@ PromptRequest = pb.GenerateRequest | pb.TokenizeRequest | pb.Prefix
 
 MAX_REQUEST_ID_LENGTH = 128
 MAX_CACHE_SALT_LENGTH = 256
+MAX_ADDRESS_LENGTH = 512
 
 
 def check_model(name: str, served_name: str) -> None:
@@ -104,6 +106,7 @@ def engine_requests(
             priority=request.priority,
             deadline=deadline,
             resumed=resumed,
+            peer=_peer(request),
         )
         for index in range(count)
     )
@@ -128,6 +131,14 @@ def _resumed(
         )
     check_token_ids(name, ids, info.vocab_size)
     return ids
+
+
+def _peer(request: pb.GenerateRequest) -> PeerHint | None:
+    """Where to fetch pages from; an address that is no engine of the cluster is not asked."""
+    if not request.HasField("peer"):
+        return None
+    _check_text("peer.address", request.peer.address, MAX_ADDRESS_LENGTH)
+    return PeerHint(address=request.peer.address, pages=request.peer.pages)
 
 
 def _offset_seed(seed: int | None, index: int) -> int | None:

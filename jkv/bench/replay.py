@@ -100,7 +100,7 @@ class Replay:
         self._scheduler.commit(seq, 0)
         self._scheduler.finish(seq, FinishReason.LENGTH)
         # The last token counts as computed even if its page was a hit: that page has one token less.
-        return {tier: request.tokens_of(-(-count // PAGE_SIZE)) for tier, count in seq.cached.items()}
+        return {Tier(tier): request.tokens_of(-(-count // PAGE_SIZE)) for tier, count in seq.cached.items()}
 
     def check(self) -> None:
         """Raises AssertionError where the bookkeeping contradicts itself."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from jkv.cache.pages import Tier
+from jkv.cache.pages import Source
 from jkv.cache.speed import LinearCost, Speed
 
 PROBE_AFTER_S = 30.0  # a tier's figures are this old at most while its loads are gated
@@ -23,9 +23,9 @@ class CostGate:
     def __init__(self, *, page_size: int, clock: Callable[[], float]) -> None:
         self.gated = 0  # loads that were not worth it
         self._page_size, self._clock = page_size, clock
-        self._loads: dict[Tier, LinearCost] = {}  # by pages
-        self._measured_at: dict[Tier, float] = {}  # or probed at
-        self._probed: set[Tier] = set()  # the next measurement is a probe's
+        self._loads: dict[Source, LinearCost] = {}  # by pages
+        self._measured_at: dict[Source, float] = {}  # or probed at
+        self._probed: set[Source] = set()  # the next measurement is a probe's
         self._prefill = Speed()
 
     @property
@@ -37,7 +37,7 @@ class CostGate:
         """A step that computed prompt tokens and nothing else."""
         self._prefill.record(tokens, seconds)
 
-    def record_load(self, tier: Tier, pages: int, seconds: float) -> None:
+    def record_load(self, tier: Source, pages: int, seconds: float) -> None:
         """A load of at least one page, from the request for it until its last page could be used."""
         if tier not in self._loads or tier in self._probed:
             self._loads[tier] = LinearCost()
@@ -45,17 +45,17 @@ class CostGate:
         self._loads[tier].record(pages, seconds)
         self._measured_at[tier] = self._clock()
 
-    def load_pages_per_s(self, tier: Tier) -> float:
+    def load_pages_per_s(self, tier: Source) -> float:
         """The speed of a long load; 0 while unmeasured."""
         cost = self._loads.get(tier)
         return cost.per_s if cost else 0.0
 
-    def load_seconds(self, tier: Tier, pages: int) -> float:
+    def load_seconds(self, tier: Source, pages: int) -> float:
         """The expected time to load; 0 while unmeasured."""
         cost = self._loads.get(tier)
         return cost.seconds(pages) if cost else 0.0
 
-    def worth_loading(self, tier: Tier, pages: int) -> bool:
+    def worth_loading(self, tier: Source, pages: int) -> bool:
         """Whether to load a run of pages; False counts as a gated load. At True the load must be made."""
         compute_tokens_per_s = self._prefill.per_s
         if tier not in self._loads or compute_tokens_per_s == 0:

@@ -8,6 +8,7 @@ from enum import Enum, auto
 from typing import Any
 
 from jkv.cache.pages import PageInfo
+from jkv.cache.peers import PeerHint
 
 
 class PageState(Enum):
@@ -39,7 +40,8 @@ class Load:
     """The pages of a prompt that L2 and L3 may bring: numbers below `end`, as far as L1 lacks them.
 
     `next` is the first page whose read has not been considered yet. `held` are the pages read for it, or that
-    it waits for together with others. `late_at` is set when somebody waits for it.
+    it waits for together with others. `late_at` is set when somebody waits for it. `fetched` are those that
+    come from `peer`.
     """
 
     infos: Sequence[PageInfo]
@@ -47,6 +49,9 @@ class Load:
     next: int = 0
     held: dict[int, HostPage] = field(default_factory=dict)
     late_at: float | None = None
+    peer: PeerHint | None = None
+    local_end: int = 0  # pages from here on come from the peer
+    fetched: set[int] = field(default_factory=set)
 
     @property
     def coming(self) -> bool:

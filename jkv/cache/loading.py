@@ -6,6 +6,7 @@ Owner: the engine's thread. Outcomes of reads come back through `post`.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,8 @@ from jkv.cache.l3.reasons import Reason
 from jkv.cache.l3.store import ReadOutcome
 from jkv.cache.load import HostPage, Load, PageState
 from jkv.cache.lookup import TierLookup, tell
-from jkv.cache.pages import PageInfo, Tier
+from jkv.cache.pages import PEER, PageInfo, Source, Tier
+from jkv.cache.peers import PeerHint
 from jkv.cache.speed import Speed
 
 _log = logging.getLogger(__name__)
@@ -25,6 +27,8 @@ _log = logging.getLogger(__name__)
 # A load that is slower than computing is given up; this much is forgiven, for estimates are rough.
 _PATIENCE = 2.0
 _PATIENCE_S = 0.25
+# Pages of one call to a peer.
+_FETCH_PAGES = 64
 
 
 @dataclass(frozen=True)
@@ -63,17 +67,25 @@ class Loading(TierLookup):
         self._reads = _Burst()
         self._promised = 0  # pages of L2 held until they are written; see Saving
 
-    def begin(self, infos: Sequence[PageInfo], *, count_misses: bool = True) -> Load | None:
-        """Looks a prompt up and starts reading what only L3 has; None where the lower tiers have nothing."""
+    def begin(
+        self, infos: Sequence[PageInfo], *, count_misses: bool = True, peer: PeerHint | None = None
+    ) -> Load | None:
+        """Looks a prompt up and starts reading what only L3 has, then what only the peer has; None where
+        there is nothing to bring.
+        """
         end, first = self._longest(infos)
+        longest = end
         self._touch(infos[:end])
         if count_misses:
             self._count_misses(len(infos) - end, Tier)
         if self.policy.load == "auto":
             end = self._gated(infos, end, first)
-        if not first or min(first.values()) >= end:
+        load = Load(infos, end, local_end=end)
+        theirs = 0 if peer is None or end < longest else min(peer.pages, len(infos))
+        if peer is not None and theirs > end and self._worth_fetching(peer, theirs - end):
+            load.peer, load.end = peer, theirs
+        elif not first or min(first.values()) >= end:
             return None
-        load = Load(infos, end)
         self._pump(load, queued=True)
         return load
 
@@ -99,27 +111,25 @@ class Loading(TierLookup):
         if now < load.late_at:
             return PageState.COMING
         self.counts.late_loads += 1
-        if page is not None and self.disk is not None:
+        if page is not None and self.disk is not None and number not in load.fetched:
             self.disk.errors[f"read_{Reason.LATE.value}"] += 1
             self.reading.failed()
         load.end = number
         return PageState.ABSENT
 
-    def take(self, load: Load, number: int) -> tuple[Any, Tier]:
-        """The payload of a page that is ready, and the tier that it came from. The caller copies it to L1
-        before anything else is dispatched.
+    def take(self, load: Load, number: int) -> tuple[Any, Source]:
+        """The payload of a page that is ready, and where it came from. The caller copies it to L1 before
+        anything else is dispatched.
         """
-        page = load.held.pop(number, None)
-        tier = Tier.L2 if page is None else Tier.L3
-        if page is None:
-            page = self.host.find(load.infos[number])
+        held = load.held.pop(number, None)
+        page = held or self.host.find(load.infos[number])
         assert page is not None
         payload = page.payload
-        if tier is Tier.L3:
-            self.host.release(page)
-        else:
+        if held is None:
             self.counts.by_tier[Tier.L2].loads += 1
-        return payload, tier
+            return payload, Tier.L2
+        self.host.release(held)
+        return payload, PEER if number in load.fetched else Tier.L3
 
     def settled(self, load: Load) -> bool:
         """Whether nothing of it is on its way any more. Whoever asks waits: this starts the time it has."""
@@ -171,6 +181,10 @@ class Loading(TierLookup):
             info = load.infos[load.next]
             page = self.host.find(info)
             if self.pool.find(info) is None and (page is None or page.payload is None):
+                if page is None and load.next >= load.local_end:
+                    if self._fetch(load, queued):
+                        continue
+                    return
                 if page is None:
                     page = self._read(info, queued)
                 if page is None:
@@ -178,6 +192,8 @@ class Loading(TierLookup):
                 if load.next not in load.held:
                     self.host.hold(page)
                     load.held[load.next] = page
+                    if load.next >= load.local_end:
+                        load.fetched.add(load.next)
             load.next += 1
 
     def _read(self, info: PageInfo, queued: bool) -> HostPage | None:
@@ -188,6 +204,53 @@ class Loading(TierLookup):
             self.host.hold(page)  # for the read itself
             self._start_read(page)
         return page
+
+    def _worth_fetching(self, peer: PeerHint, pages: int) -> bool:
+        if self.peers is None or not self.peers.allows(peer.address):
+            return False
+        return self.policy.load != "auto" or self.gate.worth_loading(PEER, pages)
+
+    def _fetch(self, load: Load, queued: bool) -> bool:
+        """Starts to fetch the pages that follow from the load's peer, as many as L2 has room for."""
+        assert self.peers is not None
+        assert load.peer is not None
+        pages: deque[HostPage] = deque()
+        while load.next < load.end and len(pages) < _FETCH_PAGES and not self._loads_hold_enough(queued):
+            info = load.infos[load.next]
+            there = self.pool.find(info) is not None or self.host.find(info) is not None
+            page = None if there else self._place(info, None, through=False)
+            if page is None:
+                break
+            self.host.hold(page)  # for the fetch
+            self.host.hold(page)
+            load.held[load.next] = page
+            load.fetched.add(load.next)
+            pages.append(page)
+            load.next += 1
+        if not pages:
+            return False
+        started, count = self._clock(), len(pages)
+        cancel = self.peers.fetch(
+            load.peer.address,
+            [page.info for page in pages],
+            lambda payload: self._fetched(pages.popleft(), payload),
+            lambda: self._fetch_ended(pages, count, started),
+        )
+        for page in pages:
+            page.cancel = cancel
+        return True
+
+    def _fetched(self, page: HostPage, payload: Any) -> None:
+        page.cancel = None
+        self.host.arrived(page, payload)
+        self.host.release(page)
+
+    def _fetch_ended(self, missing: Sequence[HostPage], count: int, started: float) -> None:
+        """Those that have not come will not."""
+        for page in missing:
+            self._fetched(page, None)
+        if count > len(missing):
+            self.gate.record_load(PEER, count - len(missing), self._clock() - started)
 
     def _start_read(self, page: HostPage) -> None:
         assert self.disk is not None

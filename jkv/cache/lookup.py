@@ -15,7 +15,8 @@ from jkv.cache.gate import CostGate
 from jkv.cache.host_tier import HostTier
 from jkv.cache.l1 import L1Pool
 from jkv.cache.l3.reasons import Reason
-from jkv.cache.pages import PageInfo, Tier
+from jkv.cache.pages import PEER, PageInfo, Source, Tier
+from jkv.cache.peer_tier import PeerTier
 
 _ABOVE = {Tier.L1: (), Tier.L2: (Tier.L1,), Tier.L3: (Tier.L1, Tier.L2)}
 
@@ -47,6 +48,7 @@ class TierCounts:
 class Counts:
     by_tier: dict[Tier, TierCounts] = field(default_factory=lambda: {t: TierCounts() for t in Tier})
     late_loads: int = 0
+    peer_pages: int = 0  # that requests took from other engines
 
 
 class TierLookup:
@@ -71,6 +73,7 @@ class TierLookup:
         # Reading goes on where a full or read-only disk refuses writes.
         self.reading, self.writing = Breaker(clock), Breaker(clock)
         self.counts = Counts()
+        self.peers: PeerTier | None = None  # in a cluster
         self._post, self._clock = post, clock
 
     @property
@@ -98,8 +101,12 @@ class TierLookup:
         """Whether a page below L1 need not be copied there again."""
         return self.host.find(info) is not None or (self.disk is not None and self.disk.has(info))
 
-    def count_hit(self, tier: Tier, tokens: int) -> None:
-        """A request took a page from this tier, for this many of its tokens; the tiers above lacked it."""
+    def count_hit(self, source: Source, tokens: int) -> None:
+        """A request took a page from there, for this many of its tokens; the tiers above lacked it."""
+        if source == PEER:
+            self.counts.peer_pages += 1
+            return
+        tier = Tier(source)
         counts = self.counts.by_tier[tier]
         counts.hits += 1
         counts.hit_tokens += tokens

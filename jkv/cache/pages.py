@@ -19,6 +19,11 @@ class Tier(StrEnum):
     L3 = "l3"
 
 
+# Beside the tiers, where a page may come from: another engine's.
+PEER = "peer"
+Source = str  # a Tier, or PEER
+
+
 @dataclass(frozen=True, slots=True)
 class PageInfo:
     """A full page's identity. Two pages are the same only if all four agree."""

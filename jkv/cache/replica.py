@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from jkv.cache.pages import Tier
+from jkv.cache.peers import PeerClient
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +102,10 @@ class Replica(Protocol):
         """Has `add` called with all pages that this engine has in L3, then both as they come and go. They are
         called on the engine's thread.
         """
+        ...
+
+    def use_peers(self, client: PeerClient, trusts: Callable[[str], bool]) -> None:
+        """Lets the engine fetch pages from the addresses that `trusts` accepts."""
         ...
 
     def watch(self, incarnation: str, after: int) -> AsyncGenerator[ReplicaEvent, None]:

@@ -139,6 +139,10 @@ class EngineLoop:
         self._inbox.put(run)
         return future
 
+    def post(self, action: Callable[[], None]) -> None:
+        """Has an action done between two steps."""
+        self._inbox.put(action)
+
     @property
     def alive(self) -> int:
         """Requests submitted and not ended."""

@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 from jkv.cache.events import ChangeLog, Changes
 from jkv.cache.l3.format import StoreIdentity, encode
 from jkv.cache.pages import PageInfo, Tier
+from jkv.cache.peer_tier import PeerTier
+from jkv.cache.peers import PeerClient
 from jkv.cache.replica import Digest, ReplicaDescription, ReplicaEvent, ReplicaLoad, TierDigest, digest_of
 from jkv.engine.loop import EngineLoop
 from jkv.engine.runner import Runner
@@ -109,6 +111,17 @@ class EngineReplica:
             future.set_result(None)
 
         self._loop.call(follow)
+
+    def use_peers(self, client: PeerClient, trusts: Callable[[str], bool]) -> None:
+        """See `Replica.use_peers`."""
+        lower = self._loop.scheduler.lower
+        peers = PeerTier(client, self._identity, self._runner, self._loop.post, time.monotonic, trusts)
+
+        def use(future: Future[None]) -> None:
+            lower.peers = None if lower.off else peers  # fetched pages land in L2
+            future.set_result(None)
+
+        self._loop.call(use)
 
     async def watch(self, incarnation: str, after: int) -> AsyncGenerator[ReplicaEvent, None]:
         """See `Replica.watch`."""

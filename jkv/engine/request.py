@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
+from jkv.cache.peers import PeerHint
+
 
 class FinishReason(StrEnum):
     """Why a request ended; the values are those of the APIs."""
@@ -59,7 +61,7 @@ class EngineRequest:
     `deadline` is in `time.monotonic()` seconds; a request past it ends with `CANCELLED`.
     A higher `priority` is scheduled earlier. `no_cache` neither reads nor fills the prefix cache. `resumed`
     are tokens that another engine has sampled for it already: they count as sampled here, and are not given
-    out.
+    out. `peer` is another engine that has more of the prompt's pages.
     """
 
     request_id: str
@@ -70,6 +72,7 @@ class EngineRequest:
     priority: int = 0
     deadline: float | None = None
     resumed: tuple[int, ...] = ()
+    peer: PeerHint | None = None
 
 
 @dataclass(frozen=True)

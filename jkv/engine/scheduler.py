@@ -15,7 +15,7 @@ from typing import Any
 from jkv.cache.l1 import L1Pool
 from jkv.cache.load import Load, PageState
 from jkv.cache.lower import LowerTiers
-from jkv.cache.pages import Tier
+from jkv.cache.pages import Source, Tier
 from jkv.cache.saving import Offer
 from jkv.engine.request import FinishReason
 from jkv.engine.sequence import Sequence
@@ -261,7 +261,7 @@ class Scheduler:
         self._count_hits(seq)
         self._end_load(seq)
 
-    def _got(self, seq: Sequence, page: int, tier: Tier) -> None:
+    def _got(self, seq: Sequence, page: int, tier: Source) -> None:
         """Takes a cached page in. The last token is always computed, also where its page is cached: its
         logits are needed.
         """
@@ -285,7 +285,8 @@ class Scheduler:
     def _begin_load(self, seq: Sequence, *, count_misses: bool = False) -> None:
         if self._full_pages(seq):
             infos = [seq.info(i, self.pool.page_size) for i in range(self._full_pages(seq))]
-            seq.load = self.lower.begin(infos, count_misses=count_misses)
+            peer = seq.request.peer if count_misses else None
+            seq.load = self.lower.begin(infos, count_misses=count_misses, peer=peer)
 
     def _end_load(self, seq: Sequence) -> None:
         if seq.load is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from jkv.cache.load import Load
-from jkv.cache.pages import PageInfo, Tier, page_infos
+from jkv.cache.pages import PageInfo, Source, page_infos
 from jkv.engine.request import CachedByTier, EngineRequest, FinishReason
 
 
@@ -28,8 +28,8 @@ class Sequence:
     shared: int = 0
     slot: int | None = None
     admissions: int = 0  # how often it got a slot
-    cached: dict[Tier, int] = field(default_factory=dict)  # prompt tokens by tier, until first preempted
-    hits: list[tuple[Tier, int, int]] = field(default_factory=list)  # tier, page, tokens; not yet counted
+    cached: dict[Source, int] = field(default_factory=dict)  # prompt tokens by tier, until first preempted
+    hits: list[tuple[Source, int, int]] = field(default_factory=list)  # with page, tokens; not yet counted
     load: Load | None = None
     preempted: bool = False
     finish_reason: FinishReason | None = None
@@ -75,7 +75,7 @@ class Sequence:
 
     @property
     def cached_by_tier(self) -> CachedByTier:
-        return CachedByTier(**{tier.value: count for tier, count in self.cached.items()})
+        return CachedByTier(**{str(source): count for source, count in self.cached.items()})
 
     @property
     def order(self) -> tuple[int, int]:

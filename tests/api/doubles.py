@@ -138,6 +138,9 @@ class ScriptedReplica:
         self.pages: list[bytes] = []
         self.asked: list[Any] = []
 
+    def use_peers(self, client: Any, trusts: Any) -> None:
+        self.asked.append((client, trusts))
+
     def follow_own(self, add: Any, remove: Any) -> None:
         self.asked.append((add, remove))
 

@@ -5,7 +5,7 @@ import pytest
 from jkv.cache.gate import PROBE_AFTER_S
 from jkv.cache.l3.reasons import Reason
 from jkv.cache.load import PageState
-from jkv.cache.pages import Tier
+from jkv.cache.pages import Source, Tier
 from tests.cache.tiers import PAGE, Rig, prompt, rig
 
 
@@ -221,7 +221,7 @@ class TestWindow:
         load = r.begin(prompt(1, 40))
         assert load is not None
         assert len(r.store.pending("read")) == 9, "half of it while the request is queued"
-        tiers: list[Tier] = []
+        tiers: list[Source] = []
         while True:
             more, state = r.bring(load, len(tiers))
             tiers += more
@@ -288,7 +288,7 @@ class TestWindow:
         assert load is not None
         r.answer("read")
         assert not r.lower.settled(load), "while it is queued itself it waits"
-        tiers: list[Tier] = []
+        tiers: list[Source] = []
         state = PageState.COMING
         while state is PageState.COMING and len(tiers) < 2:
             more, state = r.bring(load, len(tiers))

@@ -20,7 +20,7 @@ from jkv.cache.l3.store import ReadOutcome, WriteOutcome
 from jkv.cache.load import Load, PageState
 from jkv.cache.lookup import Policy
 from jkv.cache.lower import LowerTiers
-from jkv.cache.pages import PageInfo, Tier, page_infos
+from jkv.cache.pages import PageInfo, Source, page_infos
 from jkv.cache.saving import Offer
 
 PAGE = 4
@@ -199,11 +199,11 @@ class Rig:
             self.loads.append(load)
         return load
 
-    def bring(self, load: Load, start: int = 0) -> tuple[list[Tier], PageState]:
+    def bring(self, load: Load, start: int = 0) -> tuple[list[Source], PageState]:
         """Takes pages from number `start` on while they are ready; returns where each came from, and why it
         stopped.
         """
-        tiers: list[Tier] = []
+        tiers: list[Source] = []
         while (state := self.lower.state(load, start + len(tiers))) is PageState.READY:
             number = start + len(tiers)
             payload, tier = self.lower.take(load, number)
@@ -211,12 +211,12 @@ class Rig:
             tiers.append(tier)
         return tiers, state
 
-    def hit(self, infos: Sequence[PageInfo]) -> list[Tier]:
+    def hit(self, infos: Sequence[PageInfo]) -> list[Source]:
         """Loads a prompt with a store that answers at once."""
         load = self.begin(infos)
         if load is None:
             return []
-        tiers: list[Tier] = []
+        tiers: list[Source] = []
         state = PageState.COMING
         while state is PageState.COMING:
             self.settle()
