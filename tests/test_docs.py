@@ -33,6 +33,10 @@ _OTHER_FLAGS = {
     "--data-dir",
     "--port",
     "--auto-compaction-retention",
+    # vLLM's, in the comparison.
+    "--tensor-parallel-size",
+    "--enable-prompt-tokens-details",
+    "--enable-prefix-caching",
 }
 
 
