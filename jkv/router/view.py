@@ -8,7 +8,7 @@ from jkv.api import jkv_pb2 as pb
 from jkv.cache.keys import page_keys, request_root
 from jkv.router.engines import Engine, Sent
 from jkv.router.index import HolderPages, page_hashes
-from jkv.router.policy import policy
+from jkv.router.policy import Choice, policy
 from jkv.router.routing import Prompt, Routing, Target
 from jkv.router.score import EngineScore
 
@@ -65,7 +65,9 @@ class View:
         targets, prompt = _targets(engines), _prompt(engines[0], token_ids, cache_salt)
         choice = self._routing.consider(targets, prompt)
         in_flight = self._routing.send(targets[choice.chosen], choice, prompt)
-        return Sent(engine=engines[choice.chosen], in_flight=in_flight)
+        return Sent(
+            engine=engines[choice.chosen], in_flight=in_flight, peer=_peer(engines, choice, prompt.page_size)
+        )
 
     def first_token(self, sent: Sent) -> None:
         """The engine has computed the prompt."""
@@ -111,6 +113,16 @@ def _prompt(engine: Engine, token_ids: Sequence[int], cache_salt: str | None) ->
 def _describe(engine: Engine) -> pb.EngineDescription:
     assert engine.description is not None, "an engine that may be chosen has said what it is"
     return engine.description
+
+
+def _peer(engines: Sequence[Engine], choice: Choice, page_size: int) -> pb.Peer | None:
+    """The engine that has most of the prompt, if that is more than the chosen one has."""
+    most = max(range(len(engines)), key=lambda number: choice.scores[number].cached_tokens)
+    # Of a prompt that is cached as a whole all but the last token count.
+    pages = -(-choice.scores[most].cached_tokens // page_size)
+    if pages <= -(-choice.score.cached_tokens // page_size):
+        return None
+    return pb.Peer(address=engines[most].address, pages=pages)
 
 
 def _score(engine: Engine, score: EngineScore) -> pb.EngineScore:

@@ -35,7 +35,7 @@ def test_an_answer_is_the_engines_and_says_which_one_it_was() -> None:
             sent.sampling.ClearField("seed")  # the router's, as there is none
             assert sent == request
             (deadline,) = [one for one in one.deadlines[-1:] if one is not None]
-            assert 5 < deadline < 7
+            assert 5 < deadline < 7.1  # gRPC rounds up
             assert len(reply.ids(0)) == len(reply.ids(1)) == 24
             assert reply.last(1).usage.completion_tokens == 24
 
@@ -258,7 +258,7 @@ def test_every_policy_serves_and_only_one_follows_the_cache(policy: str) -> None
             if policy == "round-robin":
                 assert served[:3] == served[3:6]
             if policy != "cache-aware":
-                assert len(where) == 3
+                assert len(where) >= (2 if policy == "random" else 3)
             assert sum(len(engine.requests) for engine in engines) == 12
 
     asyncio.run(run())
@@ -276,6 +276,24 @@ def test_a_herd_of_new_prompts_spreads() -> None:
             for engine in engines:
                 engine.released.set()
             assert {(await call).code for call in calls} == {grpc.StatusCode.OK}
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_lacks_pages_is_told_who_has_them() -> None:
+    async def run() -> None:
+        async with cluster("one", "two", policy="round-robin") as (rig, (one, two)):
+            one.publish(one.change("l2", one.keys(PROMPT)[:3]))
+            known = rig.router._fleet.engines
+            await until(lambda: rig.router._view.predict(known[0], PROMPT, "") == 24)
+            apart = prompt()
+            apart.no_cache = True
+            for request in (apart, apart, prompt(), prompt()):
+                await rig.generate(request)
+            assert not any(request.HasField("peer") for request in one.requests)
+            (told,) = [request.peer for request in two.requests if request.HasField("peer")]
+            assert told.address == one.address
+            assert told.pages in (3, 5)  # before or after it had the whole prompt
 
     asyncio.run(run())
 
