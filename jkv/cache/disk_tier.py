@@ -27,6 +27,7 @@ from jkv.cache.replica import StorePlace
 _FAULTS = frozenset({Reason.IO, Reason.NO_SPACE, Reason.READ_ONLY})
 # What is wrong with the bytes of a page, wherever it is read again.
 _BAD = frozenset({Reason.SIZE, Reason.CORRUPT, Reason.MISMATCH, Reason.VERSION})
+_PAGES_FAULT = _BAD | {Reason.MISSING}
 
 
 class Store(Protocol):
@@ -189,10 +190,10 @@ class DiskTier:
         """Takes note of a read that failed: a page that is bad or gone is not found again."""
         if reason in (Reason.CANCELLED, Reason.CLOSED):
             return
-        if reason is Reason.MISSING and not self._knows(page):
-            return  # it was evicted while its read was under way
+        if reason in _PAGES_FAULT and not self._knows(page):
+            return  # it was evicted while its read was under way, and perhaps written again
         self.errors[f"read_{reason.value}"] += 1
-        if reason not in _BAD and reason is not Reason.MISSING:
+        if reason not in _PAGES_FAULT:
             return
         self._forget(page)
         if reason in _BAD:
@@ -237,11 +238,12 @@ class DiskTier:
 
     def _knows(self, page: StoredPage) -> bool:
         own = self.tree.get(page.key)
-        return (own is not None and own.stored == page) or self._foreign.get(page.key) == page
+        # The very object: what was written after it has another one that is equal.
+        return (own is not None and own.stored is page) or self._foreign.get(page.key) == page
 
     def _forget(self, page: StoredPage) -> None:
         own = self.tree.get(page.key)
-        if own is not None and own.stored == page:
+        if own is not None and own.stored is page:
             self.tree.remove(page.key)
         if self._foreign.get(page.key) == page:
             del self._foreign[page.key]

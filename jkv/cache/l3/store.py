@@ -80,10 +80,9 @@ class PageStore:
         """Claims an owner and tidies up after its last holder; see `open`."""
         self._objects, self._identity = objects, identity
         listed = objects.list()
-        token = store_token(objects)
         self.owner, self._hold = owner.claim(objects, options.owner, identity.model8, listed)
-        self.place = StorePlace(url=options.location, token=token, owner=self.owner)
         try:
+            self.place = StorePlace(url=options.location, token=store_token(objects), owner=self.owner)
             self._tidy(listed)
             budget = objects.read(names.budget(self.owner)).result()
             self._recency = listing.decode_recency(objects.read(names.recency(self.owner)).result())

@@ -143,7 +143,7 @@ def test_long_abandoned_owners_are_collected(tmp_path: Path) -> None:
     for name in ("old", "running"):
         os.utime(tmp_path / name / "lock", (long_ago, long_ago))
     new = open_store(tmp_path, MODEL, owner="new")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "recent", "running"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "recent", "running", "store-token"]
     assert len(new.list().foreign) == 4
     new.close()
     stores[2].close()

@@ -289,3 +289,18 @@ def test_a_writes_time_is_without_that_for_its_data(tmp_path: Path) -> None:
     assert outcome.reason is None
     assert 0 < outcome.seconds < 0.4
     store.close()
+
+
+def test_engines_that_see_the_same_store_find_the_same_token(tmp_path: Path) -> None:
+    model = identity()
+    first = open_store(tmp_path, model)
+    second = open_store(f"file://{tmp_path}", model)
+    elsewhere = open_store(tmp_path / "elsewhere", model)
+    assert first.place.token == second.place.token
+    assert first.place.token != elsewhere.place.token
+    assert first.place.owner != second.place.owner
+    for store in (first, second, elsewhere):
+        store.close()
+    again = open_store(tmp_path, model)
+    assert again.place.token == first.place.token
+    again.close()
