@@ -221,7 +221,7 @@ class EngineReplica:
         return ReplicaLoad(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
-            prefill_tokens=sum(len(s.tokens) - s.computed for s in (*scheduler.running, *scheduler.waiting)),
+            prefill_tokens=sum(s.to_compute for s in (*scheduler.running, *scheduler.waiting)),
             max_num_seqs=scheduler.limits.max_num_seqs,
             prefill_tokens_per_s=gate.prefill_tokens_per_s,
             l2_bytes_per_s=gate.load_pages_per_s(Tier.L2) * self._identity.page_bytes,

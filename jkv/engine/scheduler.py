@@ -15,7 +15,7 @@ from typing import Any
 from jkv.cache.l1 import L1Pool
 from jkv.cache.load import Load, PageState
 from jkv.cache.lower import LowerTiers
-from jkv.cache.pages import Source, Tier
+from jkv.cache.pages import PageInfo, Source, Tier
 from jkv.cache.saving import Offer
 from jkv.engine.request import FinishReason
 from jkv.engine.sequence import Sequence
@@ -71,6 +71,8 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Queues a sequence; `seq.tokens` must fit the pool as a whole, or it would wait for ever."""
         insort(self.waiting, seq, key=lambda s: s.order)
+        infos = self._infos(seq)
+        seq.expected = sum(self.lower.longest(infos).values()) * self.pool.page_size
         self._begin_load(seq, count_misses=True)
 
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
@@ -284,9 +286,12 @@ class Scheduler:
 
     def _begin_load(self, seq: Sequence, *, count_misses: bool = False) -> None:
         if self._full_pages(seq):
-            infos = [seq.info(i, self.pool.page_size) for i in range(self._full_pages(seq))]
+            infos = self._infos(seq)
             peer = seq.request.peer if count_misses else None
             seq.load = self.lower.begin(infos, count_misses=count_misses, peer=peer)
+
+    def _infos(self, seq: Sequence) -> list[PageInfo]:
+        return [seq.info(number, self.pool.page_size) for number in range(self._full_pages(seq))]
 
     def _end_load(self, seq: Sequence) -> None:
         if seq.load is not None:

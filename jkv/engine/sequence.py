@@ -31,12 +31,18 @@ class Sequence:
     cached: dict[Source, int] = field(default_factory=dict)  # prompt tokens by tier, until first preempted
     hits: list[tuple[Source, int, int]] = field(default_factory=list)  # with page, tokens; not yet counted
     load: Load | None = None
+    expected: int = 0  # tokens of whole pages that were cached when it came
     preempted: bool = False
     finish_reason: FinishReason | None = None
     infos: list[PageInfo] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.tokens = [*self.request.prompt_ids, *self.request.resumed]
+
+    @property
+    def to_compute(self) -> int:
+        """Tokens known now whose K and V are neither in the pool nor expected from the cache."""
+        return len(self.tokens) - max(self.computed, min(self.expected, len(self.tokens) - 1))
 
     @property
     def prompt_len(self) -> int:

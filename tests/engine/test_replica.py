@@ -139,6 +139,26 @@ def test_the_load_ends_at_rest(bench: Bench) -> None:
     assert (events[-1].load.running, events[-1].load.waiting, events[-1].load.prefill_tokens) == (0, 0, 0)
 
 
+def test_what_is_cached_is_not_counted_as_work(bench: Bench) -> None:
+    replica, prompt = bench.engine.replica, random_prompt(21, 20 * PAGE)
+
+    async def most_work() -> int:
+        most = 0
+        async with asyncio.timeout(60), aclosing(replica.watch("", 0)) as stream:
+            run = None
+            async for event in stream:
+                most = max(most, event.load.prefill_tokens)
+                if run is None:
+                    run = asyncio.gather(*(bench.collect(request(prompt, 30)) for _ in range(12)))
+                elif run.done() and not event.load.running:
+                    break
+        return most
+
+    asyncio.run(bench.engine.cache.flush([Tier.L1, Tier.L2, Tier.L3]))
+    asyncio.run(most_work())
+    assert asyncio.run(most_work()) <= 12 * PAGE
+
+
 def test_a_peer_gets_verifiable_pages_up_to_the_first_that_is_missing(bench: Bench) -> None:
     replica, prompt = bench.engine.replica, random_prompt(11, 5 * PAGE + 3)
     bench.one(request(prompt, 1))
