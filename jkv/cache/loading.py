@@ -66,6 +66,7 @@ class Loading(TierLookup):
         self.read_speed = Speed()  # bytes of L3
         self._reads = _Burst()
         self._promised = 0  # pages of L2 held until they are written; see Saving
+        self._rising: set[bytes] = set()  # keys of pages that are to be copied up before the next step
 
     def begin(
         self, infos: Sequence[PageInfo], *, count_misses: bool = True, peer: PeerHint | None = None
@@ -125,6 +126,7 @@ class Loading(TierLookup):
         page = held or self.host.find(load.infos[number])
         assert page is not None
         payload = page.payload
+        self._rising.add(page.info.key)
         if held is None:
             self.counts.by_tier[Tier.L2].loads += 1
             return payload, Tier.L2

@@ -68,8 +68,12 @@ class Saving(Loading):
         return list(chosen.values())
 
     def take_leaving(self) -> list[Offer]:
-        """Pages that L1 has just evicted and that no lower tier holds: to be copied before the next step."""
-        leaving, self.leaving = self.leaving, []
+        """Pages that L1 has just evicted and that no lower tier holds: to be copied before the next step. But
+        for those that were to come up before it, too: what is in their place is not they.
+        """
+        leaving = [o for o in self.leaving if o.info.key not in self._rising]
+        self.leaving.clear()
+        self._rising.clear()
         return [o for o in leaving if not self._below(o) and (self.host.keep or self._admits(o))]
 
     def saved(self, offer: Offer, payload: Any) -> HostPage | None:

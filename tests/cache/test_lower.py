@@ -119,6 +119,31 @@ class TestPolicies:
         assert not r.store.operations, "the disk is written although L2 has room"
         assert r.lower.take_leaving() == []
 
+    @pytest.mark.parametrize("keep", [True, False])
+    def test_write_back_copies_nothing_that_has_not_come_up_yet(self, keep: bool) -> None:
+        """A page that L1 gives up before the step that would have brought it up."""
+        (info,) = prompt(1, 1)
+        r = rig(write="write-back", l1=1, keep=keep, own=[info])
+        pool, leaving = r.lower.pool, []
+        load = r.begin([info])
+        assert load is not None
+        r.settle()
+        for _ in range(2):
+            pages = pool.allocate(1)
+            assert pages is not None
+            if load.held:
+                r.bring(load)
+                r.lower.end(load)
+                r.lower.drop_host()
+                assert r.disk.remove(info.key)
+            pool.publish(pages[0], info)
+            pool.release(pages)
+            other = pool.allocate(1)  # in the same turn
+            assert other is not None
+            pool.release(other)
+            leaving.append([o.info for o in r.lower.take_leaving()])
+        assert leaving == [[], [info]]
+
     def test_write_back_cleans_ahead_of_eviction(self) -> None:
         r = rig(write="write-back", l2=16)
         for family in range(60):
