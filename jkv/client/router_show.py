@@ -17,6 +17,7 @@ _STATUS_HEAD = (
     "waiting",
     "sent",
     "pages",
+    "shards",
     "lag",
     "self-test",
 )
@@ -61,6 +62,7 @@ def status_lines(document: Mapping[str, Any]) -> list[str]:
                 str(load["waiting"]),
                 str(engine["in_flight"]),
                 ", ".join(f"{tier} {count}" for tier, count in pages.items()) or "-",
+                str(engine["shards"]),
                 f"{engine['lag_s']:.1f} s",
                 engine["self_test"],
             )

@@ -27,7 +27,8 @@ from tests.router.etcd_server import etcd_server
 PAGE = 8
 FLAGS = (
     f"--model {TINY} --page-size {PAGE} --max-num-seqs 4 --max-batched-tokens 64 --max-mixed-tokens 16 "
-    "--max-model-len 1024 --batch-invariant --l1-pages 256 --served-model-name tiny"
+    "--max-model-len 1024 --batch-invariant --l1-pages 256 --served-model-name tiny "
+    "--load-policy always"
 ).split()
 LONG = 900  # tokens, which take long enough to kill their engine meanwhile
 PROMPT = [3 + i % 97 for i in range(50)]
@@ -92,11 +93,11 @@ class Cluster:
     def stop(self, id: str, number: signal.Signals) -> None:
         os.kill(self.servers[id].process.pid, number)
 
-    def agrees(self, id: str) -> bool:
-        """Whether the router believes of an engine what it holds."""
+    def agrees(self, id: str, router: RouterProcess | None = None) -> bool:
+        """Whether the router, or another one, believes of an engine what it holds."""
         replica: Any = pb_grpc.ReplicaStub(self.servers[id].channel)
         held = replica.Digest(pb.DigestRequest(), timeout=20)
-        believed = self.router.router.Digest(pb.RouterDigestRequest(engine=id), timeout=20)
+        believed = (router or self.router).router.Digest(pb.RouterDigestRequest(engine=id), timeout=20)
         tiers = [sorted((one.tier, one.pages, one.checksum) for one in d.tiers) for d in (held, believed)]
         return held.incarnation == believed.incarnation and tiers[0] == tiers[1]
 
@@ -182,6 +183,26 @@ def test_before_the_first_token_clients_see_nothing_of_a_death(cluster: Cluster)
         assert collect(call).choices[0].finish_reason == "length"
     cluster.router.wait_state(victim, "connecting")
     wait_for(lambda: not any(cluster.router.engine(victim).pages.values()), "its memory is forgotten", 10)
+
+
+def test_an_engine_fetches_what_another_one_has(cluster: Cluster) -> None:
+    (cluster.directory / "turns").mkdir()
+    flags = ("--etcd", cluster.etcd.address, "--policy", "round-robin")
+    turns = RouterProcess(cluster.directory / "turns", *flags)
+    try:
+        for id in cluster.servers:
+            turns.wait_state(id, "serving")
+        served = {}
+        for _ in range(2):
+            call = turns.generation.Generate(_request(4, "fetched"), timeout=20)
+            usage = collect(call).usage
+            served[dict(call.initial_metadata())["jkv-engine"]] = usage["cached_by_tier"]["peer"]
+            for id in cluster.servers:
+                wait_for(lambda id=id: cluster.agrees(id, turns), f"the router knows what {id} has", 20)
+        assert sorted(served.values()) == [0, 48]
+        assert sorted(served) == ["one", "two"]
+    finally:
+        turns.kill()
 
 
 def _asks(cluster: Cluster, salt: str) -> None:

@@ -330,7 +330,7 @@ def test_the_commands_show_what_the_router_knows(capsys: pytest.CaptureFixture[s
         "error: explain: give one of PROMPT (- for stdin), --token-ids and --messages",
     ]
     lines = out.splitlines()
-    head = "engine address model state running waiting sent pages lag self-test"
+    head = "engine address model state running waiting sent pages shards lag self-test"
     assert " ".join(lines[0].split()) == head
     assert "serving" in lines[1]
     assert "l1 5, l2 5" in lines[1]  # with those of the self-test
