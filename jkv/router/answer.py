@@ -22,9 +22,8 @@ class _Sequence:
 
 
 class Answer:
-    """The answers of one request, whichever engines they come from.
-
-    Whole requests are made again under another id, since the first engine may still run them.
+    """The answers of one request, whichever engines they come from. Each try has another request id, since an
+    engine that was left may still run the one before.
     """
 
     def __init__(
@@ -62,10 +61,6 @@ class Answer:
     def tokens(self, part: Sequence[int]) -> list[int]:
         """The tokens that an engine would start from: those of the prompt, and of an answer that goes on."""
         return self.prompt_ids + (self._sequences[part[0]].token_ids if len(part) == 1 else [])
-
-    def sent(self, index: int) -> int:
-        """How many tokens of this answer the client has."""
-        return len(self._sequences[index].token_ids)
 
     def request(self, part: Sequence[int]) -> pb.GenerateRequest:
         """What to ask an engine for: all answers if none has started, or what is left of one of them."""
