@@ -154,7 +154,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("policy", SETTINGS, ids=str)
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=200)
 @given(
     seed=st.integers(0, 2**32),
     l2=st.integers(1, 12),

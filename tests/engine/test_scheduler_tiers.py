@@ -484,7 +484,7 @@ POLICIES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=150)
 @given(
     seed=st.integers(0, 2**32),
     pages=st.integers(8, 24),
@@ -492,7 +492,7 @@ POLICIES: list[dict[str, Any]] = [
     batched=st.integers(2, 24),
     l2=st.integers(1, 24),
     l3=st.integers(1, 40),
-    steps=st.integers(1, 120),
+    steps=st.integers(1, 250),
 )
 def test_any_order_of_things(
     policy: dict[str, Any], seed: int, steps: int, batched: int, **sizes: int
