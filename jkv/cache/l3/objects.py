@@ -19,6 +19,11 @@ from jkv.cache.l3.reasons import Reason
 from jkv.errors import ConfigError
 
 _SCHEMES = ("file", "gs", "s3", "memory")
+# TensorStore's URLs name no server. These do, the first that is set, as for AWS's own tools and SDKs.
+_S3_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+# Its own patience is a quarter of an hour, for which a start would hang, and a write to a store that fails.
+_RETRIES = {"max_retries": 5, "initial_delay": "250ms", "max_delay": "4s"}
+_CONTEXT = {"s3_request_retries": _RETRIES, "gcs_request_retries": _RETRIES}
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
 _READ_ONLY = {errno.EPERM, errno.EACCES, errno.EROFS}
@@ -169,6 +174,7 @@ class KvObjects:
 
 def open_objects(location: str, *, sync: bool, context: ts.Context | None = None) -> KvObjects:
     """Opens a directory (a path or a file:// URL, made where it is missing), gs://, s3:// or memory:// URL.
+    s3:// is at AWS, or where AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL say.
 
     Raises:
         ConfigError: names --l3-dir, and what is wrong with it.
@@ -177,7 +183,7 @@ def open_objects(location: str, *, sync: bool, context: ts.Context | None = None
         spec, root = _spec(location, sync)
         if root is not None:
             root.mkdir(parents=True, exist_ok=True)
-        return KvObjects(ts.KvStore.open(spec, context=context or ts.Context()).result(), root)
+        return KvObjects(ts.KvStore.open(spec, context=context or ts.Context(_CONTEXT)).result(), root)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--l3-dir {location}: cannot be used: {error}") from error
 
@@ -205,9 +211,24 @@ def _spec(location: str, sync: bool) -> tuple[dict[str, Any], Path | None]:
     if scheme == "file":
         return _file_spec(Path(unquote(urlsplit(location).path)), sync)
     spec = ts.KvStore.Spec(location).to_json()
+    if scheme == "s3":
+        spec |= _s3_endpoint()
     path = spec.get("path", "")
     # Names are appended to the path as they are.
     return {**spec, "path": path if not path or path.endswith("/") else f"{path}/"}, None
+
+
+def _s3_endpoint() -> dict[str, str]:
+    """The part of a spec that names an S3-compatible server; nothing for AWS itself."""
+    for variable in _S3_ENDPOINTS:
+        endpoint = os.environ.get(variable)
+        if endpoint:
+            if not endpoint.startswith(("http://", "https://")):
+                raise ValueError(
+                    f"${variable} is {endpoint!r}, must be http://HOST:PORT or https://HOST:PORT"
+                )
+            return {"endpoint": endpoint.rstrip("/")}
+    return {}
 
 
 def _file_spec(root: Path, sync: bool) -> tuple[dict[str, Any], Path]:
