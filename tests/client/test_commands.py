@@ -233,13 +233,22 @@ def test_a_listener_that_never_answers_does_not_hang_the_client(capsys: Capture)
 def test_ctrl_c_cancels_the_call_and_exits_130(server: Server) -> None:
     server.generator.hold = 1
     command = [sys.executable, "-m", "jkv.client", "generate", "xyz", "--address", server.address]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert os.read(process.stdout.fileno(), 1) == b"x"
-        process.send_signal(signal.SIGINT)
-        assert process.wait(10) == 130
-        assert process.stderr is not None
-        assert process.stderr.read() == b"\n"
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        # Tests that run in the background have it ignored, and so would their children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert os.read(process.stdout.fileno(), 1) == b"x"
+            process.send_signal(signal.SIGINT)
+            assert process.wait(10) == 130
+            assert process.stderr is not None
+            assert process.stderr.read() == b"\n"
+        finally:
+            process.kill()
     deadline = time.monotonic() + 5
     while not server.generator.closed and time.monotonic() < deadline:
         time.sleep(0.01)
