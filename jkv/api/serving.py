@@ -25,7 +25,10 @@ _LARGE_BYTES = 2**20
 
 
 def answering(method: Callable[..., Awaitable[R]]) -> Callable[..., Awaitable[R]]:
-    """Turn a handler's exceptions, and requests that could not be parsed, into statuses."""
+    """Turn a handler's exceptions, and requests that could not be parsed, into statuses.
+
+    Where the client has gone and nothing can be sent any more, the handler ends as cancelled.
+    """
 
     @functools.wraps(method)
     async def handle(self: Any, request: Any, context: Context) -> R:
@@ -35,6 +38,8 @@ def answering(method: Callable[..., Awaitable[R]]) -> Callable[..., Awaitable[R]
             return await method(self, request, context)
         except grpc.aio.AbortError:
             raise
+        except grpc.aio.InternalError:  # of a write that found the call ended, before gRPC cancelled it
+            raise asyncio.CancelledError from None
         except Exception as error:
             await abort(context, error, getattr(request, "request_id", ""))
 
