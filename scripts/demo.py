@@ -1,4 +1,7 @@
-"""Serves the default model and shows what its KV cache saves; `scripts/demo` installs what this needs."""
+"""Serves the default model and shows what its KV cache saves, on one engine and on a cluster of two.
+
+`scripts/demo` installs what this needs.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import grpc
+from demo_cluster import joining, private_etcd, show_cluster
 from demo_server import DemoError, redraw, serving, status, temporary_folder
 
 from jkv.api import jkv_pb2 as pb
@@ -29,6 +33,7 @@ Where to go next
   .venv/bin/python -m jkv.serve --l3-dir DIRECTORY    serve the model; --help lists the flags
   .venv/bin/jkv chat                                  talk to it from another terminal
   .venv/bin/jkv cache stats                           see what it has cached
+  docs/cluster.md                                     several engines behind a router
   README.md, docs/                                    the gRPC API, operations, how it works
 """
 
@@ -68,15 +73,20 @@ def main() -> int:
         prompt = _logbook()
         with temporary_folder() as folder:
             # Load even where a slow disk makes computing faster: the demo is about loading.
-            flags = ("--l3-dir", str(folder), "--load-policy", "always")
-            with serving(*flags) as address, connect(address) as channel:
+            flags = ("--l3-dir", str(folder / "pages"), "--load-policy", "always")
+            with serving("The server", *flags) as server, connect(server.address) as channel:
                 _chat(channel)
                 rows = _each_tier(channel, prompt)
             print("\n4. The server starts again: L1 and L2 are empty, L3 is what is in its folder.")
-            with serving(*flags) as address, connect(address) as channel:
-                _cache(channel).Stats(pb.CacheStatsRequest())  # connects, so that TTFT does not count it
-                rows.append(_ask(channel, prompt, "L3, after a restart", "l3"))
-        _show(rows)
+            with (
+                private_etcd(folder / "etcd") as etcd,
+                serving("Engine one", *flags, *joining("one", etcd)) as one,
+            ):
+                with connect(one.address) as channel:
+                    _cache(channel).Stats(pb.CacheStatsRequest())  # connects, so that TTFT does not count it
+                    rows.append(_ask(channel, prompt, "L3, after a restart", "l3"))
+                _show(rows)
+                show_cluster(one, etcd, flags, _logbook())
         print(_NEXT)
     except (DemoError, CallError) as error:
         redraw("")

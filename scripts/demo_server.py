@@ -1,4 +1,4 @@
-"""The demo's server process, and what it takes to leave nothing behind."""
+"""The demo's processes, and what it takes to leave nothing behind."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -26,26 +27,30 @@ class DemoError(Exception):
     """The demo cannot show what it should."""
 
 
-class Server:
-    """`python -m jkv.serve` on a free port.
+class Process:
+    """A command, with what it prints.
 
     It has a session of its own, so that Ctrl-C reaches only the demo, which then stops the whole session.
     """
 
-    def __init__(self, *flags: str) -> None:
+    def __init__(self, name: str, command: Sequence[str], **variables: str) -> None:
+        self.name = name
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "jkv.serve", "--grpc-port", "0", *flags],
+            command,
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            env={**os.environ, **variables},
             start_new_session=True,
         )
         self._lines: queue.Queue[str | None] = queue.Queue()
         self._recent: deque[str] = deque(maxlen=20)
+        self._killed = False
         threading.Thread(target=self._read, daemon=True).start()
 
     def wait_until_ready(self) -> str:
-        """Shows what the server reports while it starts; returns its address.
+        """Shows what a server reports while it starts; returns its address.
 
         Raises:
             DemoError: it ended instead; the message has its last lines.
@@ -58,8 +63,7 @@ class Server:
                 redraw(f"  {message} ({time.monotonic() - started:.0f} s)")
                 continue
             if line is None:
-                last = "\n  ".join(self._recent)
-                raise DemoError(f"the server ended with status {self._process.wait()}:\n  {last}")
+                raise self.ended()
             if line.startswith("ready: "):
                 redraw("")
                 print(f"{line} after {time.monotonic() - started:.0f} s")
@@ -67,17 +71,36 @@ class Server:
             message = _LOG_PREFIX.sub("", line).strip()
             status(message)
 
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    def ended(self) -> DemoError:
+        """Why it did, as far as its last lines say."""
+        last = "\n  ".join(self._recent)
+        return DemoError(f"{self.name} ended with status {self._process.wait()}:\n  {last}")
+
+    def kill(self) -> None:
+        """SIGKILL, as a fault to show."""
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._killed = True
+
     def stop(self) -> None:
-        """Ends the server and whatever it has started."""
+        """Ends the process and whatever it has started."""
+        if self._killed:
+            return
         for number in (signal.SIGTERM, signal.SIGKILL):
             try:
                 os.killpg(self._process.pid, number)
             except ProcessLookupError:
-                return
+                break
             try:
                 self._process.wait(_STOP_S)
             except subprocess.TimeoutExpired:
                 continue
+        redraw("")
+        print(f"{self.name} has stopped.")
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -87,17 +110,30 @@ class Server:
         self._lines.put(None)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Server:
+    """A server that is ready."""
+
+    address: str
+    process: Process
+
+
 @contextmanager
-def serving(*flags: str) -> Iterator[str]:
-    """The address of a server that is ready, and gone afterwards."""
-    server = Server(*flags)
+def running(process: Process) -> Iterator[Process]:
+    """The process, which is gone afterwards."""
     try:
-        yield server.wait_until_ready()
+        yield process
     finally:
         with _uninterrupted():
-            server.stop()
-            redraw("")
-            print("The server has stopped.")
+            process.stop()
+
+
+@contextmanager
+def serving(name: str, *flags: str, module: str = "jkv.serve") -> Iterator[Server]:
+    """`python -m MODULE` on a free port, ready, and gone afterwards."""
+    command = [sys.executable, "-m", module, "--grpc-port", "0", *flags]
+    with running(Process(name, command)) as process:
+        yield Server(address=process.wait_until_ready(), process=process)
 
 
 @contextmanager
