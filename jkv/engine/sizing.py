@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import jax
 
 from jkv.config import GIB, ServeConfig
-from jkv.engine.host_memory import host_available
+from jkv.engine.host_memory import check_host_memory, host_available
 from jkv.engine.programs import Program, ProgramPlan, gather_name, programs, sample_name, step_name
 from jkv.engine.sampling import SamplerState
 from jkv.errors import ConfigError
@@ -20,10 +20,11 @@ _DEVICE_RESERVE = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes that L1 may take, at most and when no flag says."""
+    """Bytes that L1 may take, at most and when no flag says; `where` says what has them."""
 
     available: int
     default: int
+    where: str = "on the device"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,13 +37,15 @@ class ProgramBytes:
 
 
 def plan_l1(config: ServeConfig, plan: ProgramPlan) -> int:
-    """Pages of L1 for a plan whose own page count is not decided yet.
+    """Pages of L1 for a plan whose own page count is not decided yet, and which leaves L2 its room.
 
     Raises:
-        ConfigError: they do not fit, or the device does not tell what it has.
+        ConfigError: they do not fit, L2 does not, or the device does not tell what it has.
     """
+    if config.l2_bytes:
+        check_host_memory(config.l2_bytes, f"--l2-gib {config.l2_gib:g}")
     on_cpu = jax.default_backend() == "cpu"
-    return l1_pages(config, plan.pool.page_bytes, host_memory() if on_cpu else device_memory(plan))
+    return l1_pages(config, plan.pool.page_bytes, host_memory(config) if on_cpu else device_memory(plan))
 
 
 def l1_pages(config: ServeConfig, page_bytes: int, memory: Memory) -> int:
@@ -57,7 +60,7 @@ def l1_pages(config: ServeConfig, page_bytes: int, memory: Memory) -> int:
         asked, pages = f"--l1-gib {config.l1_bytes / GIB:g}", config.l1_bytes // page_bytes
     else:
         asked, pages = "--l1-gib not given", memory.default // page_bytes
-    available = f"{memory.available} bytes available on the device"
+    available = f"{memory.available} bytes available {memory.where}"
     if pages < 1:
         raise ConfigError(f"{asked}: L1 would hold no page, for one takes {page_bytes} bytes; {available}")
     if pages * page_bytes > memory.available:
@@ -65,10 +68,11 @@ def l1_pages(config: ServeConfig, page_bytes: int, memory: Memory) -> int:
     return pages
 
 
-def host_memory() -> Memory:
-    """On CPU, L1 shares the machine's memory with everything else: a GiB unless asked otherwise."""
-    available = host_available()
-    return Memory(available=available, default=min(_CPU_L1_BYTES, available))
+def host_memory(config: ServeConfig) -> Memory:
+    """On CPU, L1 shares the machine's memory with L2 and everything else: a GiB unless asked otherwise."""
+    available = max(0, host_available() - config.l2_bytes)
+    where = f"on the host beside --l2-gib {config.l2_gib:g}" if config.l2_bytes else "on the host"
+    return Memory(available=available, default=min(_CPU_L1_BYTES, available), where=where)
 
 
 def device_memory(plan: ProgramPlan) -> Memory:

@@ -18,7 +18,6 @@ from jkv.cache.l3.store import PageStore, StoreOptions
 from jkv.cache.lookup import Policy
 from jkv.cache.lower import LowerTiers
 from jkv.config import ServeConfig
-from jkv.engine.host_memory import check_host_memory
 from jkv.engine.runner import Runner
 from jkv.errors import ConfigError
 
@@ -35,11 +34,10 @@ def host_pages(config: ServeConfig, page_bytes: int) -> int:
     """How many pages of host memory L2, or in its stead the staging of L3, may take.
 
     Raises:
-        ConfigError: L2 would hold no page, or more than the host's memory.
+        ConfigError: L2 would hold no page.
     """
     if not config.l2_bytes:
         return 0 if config.l3_dir is None else max(_STAGING_PAGES, _STAGING_BYTES // page_bytes)
-    check_host_memory(config.l2_bytes, f"--l2-gib {config.l2_gib:g}")
     pages = config.l2_bytes // page_bytes
     if not pages:
         raise ConfigError(

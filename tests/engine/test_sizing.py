@@ -97,15 +97,45 @@ def test_a_device_that_does_not_tell_its_memory_is_refused(
 def test_the_host_gives_a_gib_unless_it_has_less(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
     monkeypatch.setattr(host_memory_module, "_MEMINFO", meminfo)
+    alone = ServeConfig(l2_gib=0)
     meminfo.write_text("MemTotal:       24 kB\nMemAvailable:   17 kB\nHugePages_Total:       0\n")
-    assert host_memory() == Memory(available=17 * 1024, default=17 * 1024)
+    assert host_memory(alone) == _host(17 * 1024, 17 * 1024)
     meminfo.write_text(f"MemAvailable: {3 * 2**20} kB\n")
-    assert host_memory() == Memory(available=3 * GIB, default=GIB)
+    assert host_memory(alone) == _host(3 * GIB, GIB)
     monkeypatch.setattr(host_memory_module, "_MEMINFO", tmp_path / "none")
     monkeypatch.setattr(
         host_memory_module.os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 10}.__getitem__
     )
-    assert host_memory() == Memory(available=40960, default=40960)
+    assert host_memory(alone) == _host(40960, 40960)
+
+
+@pytest.mark.parametrize(
+    ("l1_gib", "l2_gib", "told"),
+    [
+        (10.0, 12.0, r"^--l1-gib 10: .* 9663676416 bytes available on the host beside --l2-gib 12$"),
+        (10.0, 22.0, r"^--l2-gib 22: that is 23622320128 bytes; 22548578304 bytes available on the host$"),
+        (22.0, 0.0, r"^--l1-gib 22: .* 22548578304 bytes available on the host$"),
+    ],
+)
+def test_l1_and_l2_must_fit_the_host_together(
+    monkeypatch: pytest.MonkeyPatch, tiny_plan: ProgramPlan, l1_gib: float, l2_gib: float, told: str
+) -> None:
+    for module in (sizing, host_memory_module):
+        monkeypatch.setattr(module, "host_available", lambda: 21 * GIB)
+    with pytest.raises(ConfigError, match=told):
+        sizing.plan_l1(ServeConfig(l1_gib=l1_gib, l2_gib=l2_gib), tiny_plan)
+
+
+def test_l1_takes_by_default_what_l2_leaves(monkeypatch: pytest.MonkeyPatch, tiny_plan: ProgramPlan) -> None:
+    for module in (sizing, host_memory_module):
+        monkeypatch.setattr(module, "host_available", lambda: 21 * GIB)
+    pages = sizing.plan_l1(ServeConfig(l2_gib=20.75), tiny_plan)
+    assert pages == GIB // 4 // tiny_plan.pool.page_bytes
+    assert sizing.plan_l1(ServeConfig(l1_gib=9.0, l2_gib=12.0), tiny_plan)
+
+
+def _host(available: int, default: int) -> Memory:
+    return Memory(available=available, default=default, where="on the host")
 
 
 def test_sampler_state_counts_every_slot_of_the_vocabulary(tiny_plan: ProgramPlan) -> None:
