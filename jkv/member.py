@@ -22,6 +22,9 @@ from jkv.router.shards import ShardLog
 
 _log = logging.getLogger(__name__)
 
+# In which routers hear that an engine has left, and what they have sent just before arrives.
+_NEWS_S = 0.3
+
 
 class ClusterMember:
     """`join` once the engine serves, `leave` before it stops. Without etcd the engine serves on alone."""
@@ -60,11 +63,12 @@ class ClusterMember:
         self._start(self._members.run())
 
     async def leave(self) -> None:
-        """Takes the record away, so that routers send nothing more here."""
+        """Takes the record away, and returns when routers send nothing more here."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._registration.leave()
+        await asyncio.sleep(_NEWS_S)
 
     async def close(self) -> None:
         """After the engine's end: records what it wrote last."""

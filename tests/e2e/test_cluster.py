@@ -52,6 +52,10 @@ class RouterProcess:
         self.generation: Any = pb_grpc.GenerationStub(self.channel)
         self.router: Any = pb_grpc.RouterStub(self.channel)
 
+    @property
+    def output(self) -> str:
+        return self._output.read_text()
+
     def engine(self, id: str) -> pb.EngineStatus:
         """An empty one, until the engine has said its id."""
         answer = self.router.Status(pb.RouterStatusRequest(), timeout=10)
@@ -67,7 +71,7 @@ class RouterProcess:
 
     def _find(self, pattern: str, timeout: float) -> str:
         def look() -> re.Match[str] | None:
-            return re.search(pattern, self._output.read_text(), re.MULTILINE)
+            return re.search(pattern, self.output, re.MULTILINE)
 
         return wait_for(look, f"{pattern!r} in the router's output", timeout)[1]
 
@@ -87,8 +91,11 @@ class Cluster:
 
     def start(self, id: str, port: str = "0") -> None:
         (self.directory / id).mkdir(exist_ok=True)
-        flags = (*FLAGS, "--instance-id", id, "--grpc-port", port, "--etcd", self.etcd.address)
+        flags = (*self.flags(id), "--grpc-port", port)
         self.servers[id] = self.stack.enter_context(serving(self.directory / id, *flags))
+
+    def flags(self, id: str) -> tuple[str, ...]:
+        return (*FLAGS, "--instance-id", id, "--etcd", self.etcd.address)
 
     def stop(self, id: str, number: signal.Signals) -> None:
         os.kill(self.servers[id].process.pid, number)
