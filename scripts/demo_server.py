@@ -90,6 +90,7 @@ class Process:
         """Ends the process and whatever it has started."""
         if self._killed:
             return
+        was_running = self.is_running
         for number in (signal.SIGTERM, signal.SIGKILL):
             try:
                 os.killpg(self._process.pid, number)
@@ -99,8 +100,9 @@ class Process:
                 self._process.wait(_STOP_S)
             except subprocess.TimeoutExpired:
                 continue
-        redraw("")
-        print(f"{self.name} has stopped.")
+        if was_running:
+            redraw("")
+            print(f"{self.name} has stopped.")
 
     def _read(self) -> None:
         assert self._process.stdout is not None
