@@ -20,14 +20,16 @@ from jkv.api import jkv_pb2 as pb
 from jkv.api import jkv_pb2_grpc as pb_grpc
 from jkv.client.router_show import explain_document, explain_lines
 from jkv.client.rpc import Generation, connect
+from jkv.engine.host_memory import host_available
 from jkv.terminal import aligned
 
 T = TypeVar("T")
 
 _TIERS = ("l1", "l2", "l3", "peer")
-_HEAD = ("", "engine", *_TIERS, "first token after")
+_HEAD = ("", "engine", *_TIERS, "next token after")
 _ETCD_S, _WAIT_S = 120.0, 60.0
 _TOKENS, _KILL_AFTER = 48, 16
+_ENGINE_GIB = 4.5  # what one takes, measured with the default model and flags
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +79,9 @@ def joining(id: str, etcd: str | None) -> tuple[str, ...]:
 def show_cluster(one: Server, etcd: str | None, flags: Sequence[str], prompt: str) -> None:
     """Warms a prompt on engine one, asks for it through a router, kills its engine, and asks again."""
     print("\n5. A cluster: a second engine with the same L3 folder, and a router in front of both.")
+    if (available := host_available() / 2**30) < _ENGINE_GIB:
+        print(f"Left out: another engine takes {_ENGINE_GIB} GiB of memory, and {available:.1f} GiB are free.")
+        return
     with ExitStack() as stack:
         two = stack.enter_context(serving("Engine two", *flags, *joining("two", etcd)))
         engines = {"one": one, "two": two}
