@@ -80,7 +80,7 @@ def show_cluster(one: Server, etcd: str | None, flags: Sequence[str], prompt: st
     """Warms a prompt on engine one, asks for it through a router, kills its engine, and asks again."""
     print("\n5. A cluster: a second engine with the same L3 folder, and a router in front of both.")
     if (available := host_available() / 2**30) < _ENGINE_GIB:
-        print(f"Left out: another engine takes {_ENGINE_GIB} GiB of memory, and {available:.1f} GiB are free.")
+        print(f"Left out: another engine needs {_ENGINE_GIB} GiB of memory, {available:.1f} GiB are free.")
         return
     with ExitStack() as stack:
         two = stack.enter_context(serving("Engine two", *flags, *joining("two", etcd)))
