@@ -101,7 +101,7 @@ class _Delayed:
 
 
 class _Done:
-    def result(self) -> bytes | None:
+    def result(self) -> None:
         return None
 
     def cancel(self) -> None:
@@ -116,10 +116,10 @@ class FaultyObjects:
         self._random = random.Random(faults.plan.seed)
         self._lock = threading.Lock()
 
-    def read(self, name: str) -> Operation:
+    def read_page(self, name: str) -> Operation:
         plan = self._faults.plan
         fail, short, slow = self._draw(plan.read_fail, plan.read_short, plan.read_slow)
-        inner = _Done() if fail else self._inner.read(name)
+        inner = _Done() if fail else self._inner.read_page(name)
         return _Delayed(inner, slow * plan.slow_s, _os_error(errno.EIO) if fail else None, short)
 
     def write(self, name: str, data: bytes) -> Operation:

@@ -94,7 +94,7 @@ def encode(identity: StoreIdentity, info: PageInfo, page: np.ndarray) -> bytes:
     return b"".join((_header(identity, info, xxh3_128_digest(page.data)), page.data))
 
 
-def verify(identity: StoreIdentity, info: PageInfo, data: bytes) -> Reason | None:
+def verify(identity: StoreIdentity, info: PageInfo, data: bytes | memoryview) -> Reason | None:
     """None where `data` is exactly the object of this page, else the first thing that is wrong with it."""
     if len(data) != identity.object_bytes:
         return Reason.SIZE
@@ -113,7 +113,7 @@ def verify(identity: StoreIdentity, info: PageInfo, data: bytes) -> Reason | Non
     return None if xxh3_128_digest(view[HEADER_BYTES:]) == stored else Reason.CORRUPT
 
 
-def payload(data: bytes) -> np.ndarray:
+def payload(data: bytes | memoryview) -> np.ndarray:
     """The page of a verified object: flat uint8, read-only, a view that keeps `data` alive."""
     return np.frombuffer(data, np.uint8, offset=HEADER_BYTES)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import unquote, urlsplit
 
+import numpy as np
 import tensorstore as ts
 
 from jkv.cache.l3.reasons import Reason
@@ -24,6 +25,7 @@ _S3_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 # Its own patience is a quarter of an hour, for which a start would hang, and a write to a store that fails.
 _RETRIES = {"max_retries": 5, "initial_delay": "250ms", "max_delay": "4s"}
 _CONTEXT = {"s3_request_retries": _RETRIES, "gcs_request_retries": _RETRIES}
+_ALIGNMENT = 64  # what XLA:CPU wants of memory
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
 _READ_ONLY = {errno.EPERM, errno.EACCES, errno.EROFS}
@@ -40,8 +42,8 @@ class ObjectError(Exception):
 class Operation(Protocol):
     """A read, write or delete under way."""
 
-    def result(self) -> bytes | None:
-        """Waits for it; a read returns the object's bytes, or None where there is no such object.
+    def result(self) -> Any:
+        """Waits for it; a read returns the object, bytes or a view of them, or None where there is none.
 
         Raises:
             ObjectError: it failed or was cancelled.
@@ -56,7 +58,7 @@ class Operation(Protocol):
 class Objects(Protocol):
     """Named, immutable objects; a write publishes all of an object or nothing."""
 
-    def read(self, name: str) -> Operation: ...
+    def read_page(self, name: str) -> Operation: ...
 
     def write(self, name: str, data: bytes) -> Operation: ...
 
@@ -90,7 +92,7 @@ class _FileRead:
     def __init__(self, path: str) -> None:
         self._path = path
 
-    def result(self) -> bytes | None:
+    def result(self) -> bytes | memoryview | None:
         try:
             descriptor = os.open(self._path, os.O_RDONLY)
         except (FileNotFoundError, NotADirectoryError):
@@ -98,11 +100,7 @@ class _FileRead:
         except OSError as error:
             raise object_error(error) from error
         try:
-            size = os.fstat(descriptor).st_size
-            data = os.pread(descriptor, size, 0)
-            while len(data) < size and (more := os.pread(descriptor, size - len(data), len(data))):
-                data += more
-            return data
+            return self._read(descriptor, os.fstat(descriptor).st_size)
         except OSError as error:
             raise object_error(error) from error
         finally:
@@ -110,6 +108,25 @@ class _FileRead:
 
     def cancel(self) -> None:
         """The system call cannot be interrupted."""
+
+    def _read(self, descriptor: int, size: int) -> bytes | memoryview:
+        data = os.pread(descriptor, size, 0)
+        while len(data) < size and (more := os.pread(descriptor, size - len(data), len(data))):
+            data += more
+        return data
+
+
+class _AlignedFileRead(_FileRead):
+    """Reads into memory that jax on CPU takes over as it is, instead of copying it."""
+
+    def _read(self, descriptor: int, size: int) -> bytes | memoryview:
+        buffer = np.empty(size + _ALIGNMENT, np.uint8)
+        start = -buffer.ctypes.data % _ALIGNMENT
+        view = buffer.data[start : start + size]
+        read = 0
+        while read < size and (more := os.preadv(descriptor, [view[read:]], read)):
+            read += more
+        return view[:read].toreadonly()
 
 
 class KvObjects:
@@ -122,6 +139,10 @@ class KvObjects:
         if self.root is not None:
             return _FileRead(f"{self.root}/{name}")
         return _Future(self._kv.read(name), lambda got: None if got.state == "missing" else got.value)
+
+    def read_page(self, name: str) -> Operation:
+        """As `read`; the bytes, of a file, are aligned for jax."""
+        return self.read(name) if self.root is None else _AlignedFileRead(f"{self.root}/{name}")
 
     def write(self, name: str, data: bytes) -> Operation:
         return _Future(self._kv.write(name, data), lambda _: None)

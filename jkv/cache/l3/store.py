@@ -264,7 +264,7 @@ class PageStore:
         if self._closing.is_set():
             return None, Reason.CLOSED
         try:
-            data = state.run(lambda: self._pages.read(page.name))
+            data = state.run(lambda: self._pages.read_page(page.name))
         except ObjectError as error:
             return None, Reason.IO if error.reason is Reason.READ_ONLY else error.reason
         except Exception:
