@@ -196,7 +196,7 @@ class _WaitingObjects:
 
     def __init__(self, inner: Objects, go_on: threading.Event) -> None:
         self._inner, self._go_on = inner, go_on
-        self.read, self.delete = inner.read, inner.delete
+        self.read_page, self.delete = inner.read_page, inner.delete
 
     def write(self, name: str, data: bytes) -> Operation:
         self._go_on.wait()
