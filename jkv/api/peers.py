@@ -62,7 +62,7 @@ class GrpcPeers:
 
 
 class _Fetch:
-    """One call; it may be cancelled before and while it runs."""
+    """One call. Cancelled before its turn has come it ends at once, for what it holds may be wanted."""
 
     def __init__(self, page: Callable[[bytes], None], ended: Callable[[str], None]) -> None:
         self._page, self._ended = page, ended
@@ -72,18 +72,21 @@ class _Fetch:
 
     def cancel(self) -> None:
         with self._lock:
-            self._cancelled = True
+            first, self._cancelled = not self._cancelled, True
             call = self._call
         if call is not None:
             call.cancel()
+        elif first:
+            self._ended("cancelled")
 
     def run(self, stub: pb_grpc.ReplicaStub, request: pb.FetchPagesRequest, deadline_s: float) -> None:
         failure = ""
         try:
             with self._lock:
-                if not self._cancelled:
-                    self._call = stub.FetchPages(request, timeout=deadline_s)
-            for message in self._call or ():
+                if self._cancelled:
+                    return
+                self._call = stub.FetchPages(request, timeout=deadline_s)
+            for message in self._call:
                 self._page(message.object)
             failure = "cancelled" if self._cancelled else ""
         except grpc.RpcError as error:
