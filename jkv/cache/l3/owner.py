@@ -122,7 +122,7 @@ class LeaseHold:
             if current and time.time() - renewed < 2 * LEASE_S:
                 return None
         holder = uuid.uuid4().hex
-        new = objects.replace(names.lock(owner), _lease(holder), generation)
+        new = _write_lease(objects, names.lock(owner), holder, generation)
         return None if new is None else LeaseHold(objects, owner, holder, new)
 
     @property
@@ -139,7 +139,7 @@ class LeaseHold:
         while not self._stop.wait(LEASE_S / 3):
             started = time.monotonic()
             try:
-                new = self._objects.replace(self._name, _lease(self._holder), self._generation)
+                new = _write_lease(self._objects, self._name, self._holder, self._generation)
             except ObjectError as error:
                 _log.warning("the L3 lease could not be renewed: %s", error)
                 continue
@@ -216,6 +216,19 @@ def _last_held(objects: KvObjects, owner: str) -> float:
         return (objects.root / names.lock(owner)).stat().st_mtime
     data, _ = objects.read_generation(names.lock(owner))
     return time.time() if data is None else _parse_lease(data)[1]
+
+
+def _write_lease(objects: KvObjects, name: str, holder: str, generation: bytes) -> bytes | None:
+    """Writes a lease over that of `generation`; returns its own, or None where another one is there.
+
+    A write may have been done although its answer was lost: then the next one, which TensorStore sends by
+    itself, finds the holder's own lease.
+    """
+    new = objects.replace(name, _lease(holder), generation)
+    if new is not None:
+        return new
+    data, found = objects.read_generation(name)
+    return found if data is not None and _parse_lease(data)[0] == holder else None
 
 
 def _lease(holder: str) -> bytes:

@@ -211,6 +211,35 @@ def test_a_holder_learns_that_another_took_over(
     first.release()
 
 
+class _LosesAnswers(KvObjects):
+    """A write is done, its answer is lost, and its repetition finds what it has written."""
+
+    lost = 0
+
+    def replace(self, name: str, data: bytes, generation: bytes) -> bytes | None:
+        if super().replace(name, data, generation) is None:
+            return None
+        self.lost += 1
+        return super().replace(name, data, generation)
+
+
+def test_a_holder_whose_answers_are_lost_keeps_its_lease(
+    objects: KvObjects, clocks: Clocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owners, "LEASE_S", 0.06)
+    flaky = _LosesAnswers(objects._kv, None)
+    hold = LeaseHold.try_claim(flaky, "x")
+    assert hold is not None
+    deadline = time.monotonic() + 10
+    while flaky.lost < 4 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert flaky.lost >= 4, "the lease is renewed"
+    assert hold.valid
+    assert LeaseHold.try_claim(flaky, "x") is None
+    hold.release()
+    assert LeaseHold.try_claim(objects, "x") is not None
+
+
 @pytest.mark.parametrize("damage", [b"", b"{}", b"[1]", b'{"holder": 1, "renewed": "x"}'])
 def test_a_damaged_lease_is_free(objects: KvObjects, damage: bytes) -> None:
     objects.write("x/lock", damage).result()
