@@ -37,22 +37,20 @@ class _Follower:
     """The queue of one stream. `put` is called by the engine's thread, the rest by the event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.behind = False  # and stays so: it has missed something
         self._loop = loop
         self._items: asyncio.Queue[Item] = asyncio.Queue()
-        self._waiting = 0
-
-    @property
-    def behind(self) -> bool:
-        return self._waiting > _MAX_BACKLOG
+        self._put = self._got = 0  # each counted by one thread only
 
     def put(self, item: Item) -> None:
+        self.behind = self.behind or self._put - self._got >= _MAX_BACKLOG
         if self.behind:
             return
-        self._waiting += 1
+        self._put += 1
         try:
             self._loop.call_soon_threadsafe(self._items.put_nowait, item)
         except RuntimeError:
-            self._waiting = _MAX_BACKLOG + 1  # its event loop is gone
+            self.behind = True  # its event loop is gone
 
     async def get(self) -> Item | None:
         """The next item, or None after a while without one."""
@@ -60,7 +58,7 @@ class _Follower:
             item = await asyncio.wait_for(self._items.get(), _POLL_S)
         except TimeoutError:
             return None
-        self._waiting -= 1
+        self._got += 1
         return item
 
 

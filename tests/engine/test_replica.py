@@ -14,7 +14,8 @@ from jkv.cache.events import ChangeLog
 from jkv.cache.keys import request_root
 from jkv.cache.l3 import format
 from jkv.cache.pages import Tier, page_infos
-from jkv.cache.replica import Digest, ReplicaEvent, digest_of
+from jkv.cache.replica import Digest, ReplicaEvent, ReplicaLoad, digest_of
+from jkv.engine import replica as replica_module
 from jkv.engine.replica import EngineReplica
 from jkv.errors import FailedPreconditionError
 from tests.engine.harness import Bench, build, random_prompt, request, tiny_checkpoint
@@ -112,6 +113,20 @@ def test_a_follower_sees_every_tier_through_churn_flushes_and_reconnections(benc
         async with following(replica, view):
             await until(agrees)
         assert view.resets == 2
+
+    asyncio.run(scenario())
+
+
+def test_a_follower_that_has_missed_something_knows_for_good() -> None:
+    async def scenario() -> None:
+        follower = replica_module._Follower(asyncio.get_running_loop())
+        for _ in range(replica_module._MAX_BACKLOG + 1):  # the event loop is busy meanwhile
+            follower.put(ReplicaLoad())
+        assert follower.behind
+        await asyncio.sleep(0)
+        for _ in range(10):
+            assert await follower.get() is not None
+        assert follower.behind, "it goes on, over a gap"
 
     asyncio.run(scenario())
 
