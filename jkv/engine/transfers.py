@@ -67,7 +67,9 @@ class Transfers:
         """Copies down what only L1 holds and drops from it all that is below then; returns how many pages."""
         pool, lower = self._scheduler.pool, self._scheduler.lower
         idle = [Offer(page, info, lower.policy.l3_min_tokens, used=True) for page, info in pool.idle()]
-        self._save([o for o in reversed(idle) if not lower.has(o.info)])
+        missing = (o for o in reversed(idle) if not lower.has(o.info))
+        # Copies of all of L1 at once could be more than the host has room for.
+        self._save(list(itertools.islice(missing, lower.host.tree.capacity)))
         # The next to be evicted are leaves: from them up, no page goes before those that continue it.
         return sum(lower.has(o.info) and pool.forget(o.info.key) for o in idle)
 

@@ -196,6 +196,21 @@ def test_salts_and_no_cache_share_nothing_below_either() -> None:
     assert m.one(PROMPT, cache_salt="a").cached == {Tier.L2: 28}
 
 
+def test_demote_copies_no_more_than_l2_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    m = machine(l2=4, write="write-back")
+    m.one(list(range(64)))
+    save, copied, dropped = m.device.save, [], []
+
+    def counted(pages: Sequence[int]) -> list[np.ndarray]:
+        copied.extend(pages)
+        return save(pages)
+
+    monkeypatch.setattr(m.device, "save", counted)
+    m.admin.demote(Tier.L1, dropped.append)
+    assert (len(copied), dropped) == (4, [4])
+    assert m.one(list(range(64))).cached == {Tier.L2: 16, Tier.L1: 47}
+
+
 def test_a_stream_runs_on_while_another_request_loads() -> None:
     m = machine()
     m.one(PROMPT)
