@@ -21,7 +21,7 @@ class PageState(Enum):
 
 @dataclass(eq=False, slots=True)
 class HostPage:
-    """A page in L2, or on its way there from L3: then `payload` is None.
+    """A page in L2, or on its way there from L3 or a peer: then `payload` is None.
 
     `payload` is whatever the device's side makes of a page in host memory. A page with holds is not evicted.
     """
@@ -33,6 +33,7 @@ class HostPage:
     promised: bool = False  # has a hold until it is written to L3
     cancel: Callable[[], None] | None = None  # of its read
     prompt_tokens: int = 0
+    fetched: bool = False  # from a peer
 
 
 @dataclass(eq=False)
@@ -40,8 +41,7 @@ class Load:
     """The pages of a prompt that L2 and L3 may bring: numbers below `end`, as far as L1 lacks them.
 
     `next` is the first page whose read has not been considered yet. `held` are the pages read for it, or that
-    it waits for together with others. `late_at` is set when somebody waits for it. `fetched` are those that
-    come from `peer`.
+    it waits for together with others. `late_at` is set when somebody waits for it.
     """
 
     infos: Sequence[PageInfo]
@@ -51,7 +51,6 @@ class Load:
     late_at: float | None = None
     peer: PeerHint | None = None
     local_end: int = 0  # pages from here on come from the peer
-    fetched: set[int] = field(default_factory=set)
 
     @property
     def coming(self) -> bool:

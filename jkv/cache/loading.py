@@ -9,6 +9,7 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -112,7 +113,7 @@ class Loading(TierLookup):
         if now < load.late_at:
             return PageState.COMING
         self.counts.late_loads += 1
-        if page is not None and self.disk is not None and number not in load.fetched:
+        if page is not None and self.disk is not None and not page.fetched:
             self.disk.errors[f"read_{Reason.LATE.value}"] += 1
             self.reading.failed()
         load.end = number
@@ -131,7 +132,7 @@ class Loading(TierLookup):
             self.counts.by_tier[Tier.L2].loads += 1
             return payload, Tier.L2
         self.host.release(held)
-        return payload, PEER if number in load.fetched else Tier.L3
+        return payload, PEER if held.fetched else Tier.L3
 
     def settled(self, load: Load) -> bool:
         """Whether nothing of it is on its way any more. Whoever asks waits: this starts the time it has."""
@@ -194,8 +195,6 @@ class Loading(TierLookup):
                 if load.next not in load.held:
                     self.host.hold(page)
                     load.held[load.next] = page
-                    if load.next >= load.local_end:
-                        load.fetched.add(load.next)
             load.next += 1
 
     def _read(self, info: PageInfo, queued: bool) -> HostPage | None:
@@ -226,7 +225,7 @@ class Loading(TierLookup):
             self.host.hold(page)  # for the fetch
             self.host.hold(page)
             load.held[load.next] = page
-            load.fetched.add(load.next)
+            page.fetched = True
             pages.append(page)
             load.next += 1
         if not pages:
@@ -238,8 +237,15 @@ class Loading(TierLookup):
             lambda payload: self._fetched(pages.popleft(), payload),
             lambda: self._fetch_ended(pages, count, started),
         )
+        unwanted: set[HostPage] = set()
+
+        def give_up(page: HostPage) -> None:
+            unwanted.add(page)
+            if unwanted.issuperset(pages):  # all that is yet to come
+                cancel()
+
         for page in pages:
-            page.cancel = cancel
+            page.cancel = partial(give_up, page)
         return True
 
     def _fetched(self, page: HostPage, payload: Any) -> None:
@@ -306,17 +312,22 @@ class Loading(TierLookup):
         self.host.release(page)
 
     def _place(self, info: PageInfo, payload: Any | None, through: bool) -> HostPage | None:
-        """Adds a page to L2. One on its way through, from or to L3, may take the room of a page above it
-        where L2 is full of these, if L3 has that page as well: so prompts longer than L2 pass.
+        """Adds a page to L2. One on its way through, from or to L3, may take the room of a page above it that
+        no pin keeps, where L2 is full of these, if L3 has that page as well: so prompts longer than L2 pass.
         """
         page = self.host.add(info, payload)
         if page is not None or not through or self.disk is None or info.key in self.host.tree:
             return page
         above = self.host.tree.get(info.parent)
-        while above is not None and (above.holds or self.disk.find(above.info) is None):
+        while above is not None and not self._may_give_way(above):
             above = self.host.tree.get(above.info.parent)
         if above is None:
             return None
         self.host.drop(above)
         self.host.tree.evictions += 1
         return self.host.add(info, payload)
+
+    def _may_give_way(self, page: HostPage) -> bool:
+        assert self.disk is not None
+        kept = page.holds or self.host.tree.is_pinned(page.info.key)
+        return not kept and self.disk.find(page.info) is not None

@@ -38,10 +38,12 @@ class LowerTiers(Saving):
         return cls(pool, host, None, gate=gate, policy=Policy(), post=lambda call: call())
 
     def drop_host(self, *, stored_only: bool = False) -> int:
-        """Drops every page of L2 that nobody needs just now, or only those that L3 has; returns how many."""
+        """Drops every page of L2 that nobody needs just now, or of these only what L3 has and no pin keeps;
+        returns how many.
+        """
         pages = [p for p in self.host.pages() if not p.holds]
         if stored_only:
-            pages = [p for p in pages if self.disk is not None and self.disk.find(p.info) is not None]
+            pages = [p for p in pages if self.disk is not None and self._may_give_way(p)]
         for page in pages:
             self.host.drop(page)
         return len(pages)

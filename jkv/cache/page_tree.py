@@ -173,6 +173,9 @@ class PageTree(Generic[V]):
         self._release(self._nodes[key])
         return True
 
+    def is_pinned(self, key: bytes) -> bool:
+        return key in self._pins
+
     def expire(self, now: float) -> int:
         """Ends the pins that are due; returns how many."""
         count = 0

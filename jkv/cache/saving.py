@@ -164,6 +164,8 @@ class Saving(Loading):
             self._promised += 1
             self.host.hold(page)
         self._backlog.append(page)
+        if len(self._backlog) > 2 * self.host.tree.capacity:
+            self._drop_evicted()
         self._write_some()
 
     def _write_some(self) -> None:
@@ -184,6 +186,14 @@ class Saving(Loading):
                 partial(self.disk.pages.host_bytes, page.payload),
                 partial(self._after_write, page),
             )
+
+    def _drop_evicted(self) -> None:
+        """Takes out what L2 has given up meanwhile: a store that hangs would let it gather without end."""
+        evicted = [page for page in self._backlog if page.failed]
+        self._backlog = deque(page for page in self._backlog if not page.failed)
+        for page in evicted:
+            self._unqueue(page)
+            self._drop(page)
 
     def _after_write(self, page: HostPage, outcome: WriteOutcome) -> None:
         """On a thread of the store."""

@@ -245,8 +245,34 @@ class TestLongPrompts:
         r.offer(infos, prompt_tokens=9)
         assert r.lower.longest(infos)[Tier.L2] == 8
 
+    def test_pinned_pages_are_not_given_up_for_it(self) -> None:
+        infos = prompt(1, 6)
+        r = rig(l2=4, own=infos)
+        for info in infos[:2]:
+            r.host.add(info, content(info))
+        r.lower.pin(infos[:2], 1e9)
+        assert r.hit(infos) == [Tier.L2] * 2 + [Tier.L3] * 4
+        assert r.host.tree.pinned == 2
+        assert r.lower.drop_host(stored_only=True) == 2, "pages are demoted in spite of a pin"
+        assert [page.info for page in r.host.pages()] == infos[1::-1]
+        r.check_at_rest()
+
 
 class TestFaults:
+    @pytest.mark.parametrize("policy", ["write-through", "write-back"])
+    def test_a_store_that_hangs_keeps_no_pages_that_l2_has_given_up(self, policy: str) -> None:
+        r = rig(l2=8, write=policy)
+        for family in range(500):
+            (info,) = prompt(family, 1)
+            r.lower.saved(Offer(0, info, 1000, used=True), content(info))
+            r.lower.flush_dirty()
+            assert r.lower.pending_writes <= 2 * 8 + 4
+        r.settle()
+        r.check_at_rest()
+        counts = r.lower.counts.by_tier[Tier.L3]
+        assert len(r.store.objects) == counts.stores >= 4
+        assert counts.stores + counts.drops == 500
+
     def test_failing_writes_take_writing_out_of_service_not_reading(self) -> None:
         r = rig(own=prompt(9, 1))
         for family in range(3):
