@@ -97,7 +97,10 @@ def test_tokenize(smollm2: Server, golden: Golden) -> None:
     assert json.loads(done.stdout) == {"ids": case["prompt_ids"], "count": len(case["prompt_ids"])}
 
 
-@pytest.mark.parametrize(("flags", "output"), [((), "SERVING\n"), (("--json",), '{"status": "SERVING"}\n')])
+@pytest.mark.parametrize(
+    ("flags", "output"),
+    [((), "SERVING\n"), (("--json",), '{"status": "SERVING", "failing_tiers": {}}\n')],
+)
 def test_health(tiny: Server, flags: tuple[str, ...], output: str) -> None:
     done = client(tiny, "health", *flags)
     assert (done.returncode, done.stdout, done.stderr) == (0, output, "")
