@@ -51,8 +51,3 @@ class Load:
     late_at: float | None = None
     peer: PeerHint | None = None
     local_end: int = 0  # pages from here on come from the peer
-
-    @property
-    def coming(self) -> bool:
-        """Whether a page of it is being read."""
-        return any(h.payload is None and not h.failed for n, h in self.held.items() if n < self.end)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -70,23 +70,26 @@ class Loading(TierLookup):
         self._rising: set[bytes] = set()  # keys of pages that are to be copied up before the next step
 
     def begin(
-        self, infos: Sequence[PageInfo], *, count_misses: bool = True, peer: PeerHint | None = None
+        self,
+        infos: Sequence[PageInfo],
+        *,
+        cached: Sequence[Tier] | None = None,
+        count_misses: bool = True,
+        peer: PeerHint | None = None,
     ) -> Load | None:
-        """Looks a prompt up and starts reading what only L3 has, then what only the peer has; None where
-        there is nothing to bring.
+        """Starts reading what only L3 has of a prompt, then what only the peer has; None where there is
+        nothing to bring. `cached` is what the method of that name has just said of it, if the caller asked.
         """
-        end, first = self._longest(infos)
-        longest = end
-        self._touch(infos[:end])
+        tiers = self.cached(infos) if cached is None else cached
+        self._touch(infos[: len(tiers)])
         if count_misses:
-            self._count_misses(len(infos) - end, Tier)
-        if self.policy.load == "auto":
-            end = self._gated(infos, end, first)
+            self._count_misses(len(infos) - len(tiers), Tier)
+        end = self._gated(tiers) if self.policy.load == "auto" else len(tiers)
         load = Load(infos, end, local_end=end)
-        theirs = 0 if peer is None or end < longest else min(peer.pages, len(infos))
+        theirs = 0 if peer is None or end < len(tiers) else min(peer.pages, len(infos))
         if peer is not None and theirs > end and self._worth_fetching(peer, theirs - end):
             load.peer, load.end = peer, theirs
-        elif not first or min(first.values()) >= end:
+        elif all(tier is Tier.L1 for tier in tiers[:end]):
             return None
         self._pump(load, queued=True)
         return load
@@ -156,18 +159,13 @@ class Loading(TierLookup):
         load.held.clear()
         load.end = 0
 
-    def next_late(self, loads: Iterable[Load]) -> float | None:
-        """When, by the clock, the first of these loads will be late."""
-        return min((load.late_at for load in loads if load.late_at is not None), default=None)
-
-    def _gated(self, infos: Sequence[PageInfo], end: int, first: dict[Tier, int]) -> int:
+    def _gated(self, tiers: Sequence[Tier]) -> int:
         """Where to stop loading, for computing the rest is faster."""
         for tier in (Tier.L3, Tier.L2):
-            start = first.get(tier, end)
-            pages = sum(self._nearest(info) is tier for info in infos[start:end])
+            pages = tiers.count(tier)
             if pages and not self.gate.worth_loading(tier, pages):
-                end = start
-        return end
+                tiers = tiers[: tiers.index(tier)]
+        return len(tiers)
 
     def _patience(self, pages: int) -> float:
         if self.policy.load != "auto":

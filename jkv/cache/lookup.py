@@ -87,15 +87,20 @@ class TierLookup:
         on = {Tier.L1: True, Tier.L2: self.host.keep, Tier.L3: self.disk is not None}
         return tuple(tier for tier in Tier if on[tier])
 
-    def longest(self, infos: Sequence[PageInfo]) -> dict[Tier, int]:
-        """Pages of the longest cached prefix by the nearest tier that has them; changes nothing."""
-        found = dict.fromkeys(Tier, 0)
+    def cached(self, infos: Sequence[PageInfo]) -> list[Tier]:
+        """The nearest tier of each page of the longest cached prefix; changes nothing."""
+        tiers: list[Tier] = []
         for info in infos:
             tier = self._nearest(info)
             if tier is None:
                 break
-            found[tier] += 1
-        return found
+            tiers.append(tier)
+        return tiers
+
+    def longest(self, infos: Sequence[PageInfo]) -> dict[Tier, int]:
+        """Pages of the longest cached prefix by the nearest tier that has them; changes nothing."""
+        cached = self.cached(infos)
+        return {tier: cached.count(tier) for tier in Tier}
 
     def has(self, info: PageInfo) -> bool:
         """Whether a page below L1 need not be copied there again."""
@@ -111,17 +116,6 @@ class TierLookup:
         counts.hits += 1
         counts.hit_tokens += tokens
         self._count_misses(1, _ABOVE[tier])
-
-    def _longest(self, infos: Sequence[PageInfo]) -> tuple[int, dict[Tier, int]]:
-        """How many pages are cached in a row, and the first page that comes from L2 and from L3."""
-        first: dict[Tier, int] = {}
-        for number, info in enumerate(infos):
-            tier = self._nearest(info)
-            if tier is None:
-                return number, first
-            if tier is not Tier.L1:
-                first.setdefault(tier, number)
-        return len(infos), first
 
     def _nearest(self, info: PageInfo) -> Tier | None:
         if self.pool.find(info) is not None:

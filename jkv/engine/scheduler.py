@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jkv.cache.l1 import L1Pool
-from jkv.cache.load import Load, PageState
+from jkv.cache.load import PageState
 from jkv.cache.lower import LowerTiers
 from jkv.cache.pages import PageInfo, Source, Tier
 from jkv.cache.saving import Offer
@@ -72,8 +72,10 @@ class Scheduler:
         """Queues a sequence; `seq.tokens` must fit the pool as a whole, or it would wait for ever."""
         insort(self.waiting, seq, key=lambda s: s.order)
         infos = self._infos(seq)
-        seq.expected = sum(self.lower.longest(infos).values()) * self.pool.page_size
-        self._begin_load(seq, count_misses=True)
+        cached = self.lower.cached(infos)
+        seq.expected = len(cached) * self.pool.page_size
+        if infos:
+            seq.load = self.lower.begin(infos, cached=cached, peer=seq.request.peer)
 
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
         """Ends a sequence, waiting or running, and gives its pages and slot back."""
@@ -111,10 +113,6 @@ class Scheduler:
         """The offers whose pages still hold what was offered."""
         offers, self.offers = self.offers, []
         return [o for o in offers if self.pool.find(o.info) == o.page]
-
-    def loads(self) -> list[Load]:
-        """What is being brought up now."""
-        return [s.load for s in (*self.running, *self.waiting) if s.load is not None]
 
     def commit(self, seq: Sequence, token: int) -> None:
         """Takes a token that was sampled for the sequence; the caller decides whether it ends there."""
@@ -284,11 +282,10 @@ class Scheduler:
             self.offers.append(Offer(seq.pages[number], info, seq.prompt_len, used=True))
         seq.hits.clear()
 
-    def _begin_load(self, seq: Sequence, *, count_misses: bool = False) -> None:
-        if self._full_pages(seq):
-            infos = self._infos(seq)
-            peer = seq.request.peer if count_misses else None
-            seq.load = self.lower.begin(infos, count_misses=count_misses, peer=peer)
+    def _begin_load(self, seq: Sequence) -> None:
+        """Looks again for what is below L1; its misses were counted when the sequence came."""
+        if infos := self._infos(seq):
+            seq.load = self.lower.begin(infos, count_misses=False)
 
     def _infos(self, seq: Sequence) -> list[PageInfo]:
         return [seq.info(number, self.pool.page_size) for number in range(self._full_pages(seq))]
