@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from typing import TypeVar
 
 from jkv.cache.control import CacheStats, Prefix
 from jkv.cache.keys import request_root
 from jkv.cache.pages import PageInfo, Tier, page_infos
 from jkv.engine.cache_admin import CacheAdmin
+from jkv.engine.calls import ask, settled
 from jkv.engine.loop import EngineLoop
-from jkv.errors import ShuttingDownError
 
 R = TypeVar("R")
-_POLL_S = 0.05
 
 
 class EngineCache:
@@ -27,19 +24,19 @@ class EngineCache:
         self._loop, self._admin, self._page_size = loop, admin, page_size
 
     async def cache_stats(self) -> CacheStats:
-        return await self._now(self._admin.stats)
+        return await ask(self._loop, self._admin.stats)
 
     async def lookup(self, prefix: Prefix) -> Mapping[Tier, int]:
         infos = self._infos(prefix)
-        return await self._now(lambda: self._admin.lookup(infos, len(prefix.token_ids)))
+        return await ask(self._loop, lambda: self._admin.lookup(infos, len(prefix.token_ids)))
 
     async def pin(self, prefix: Prefix, ttl_s: float | None) -> int:
         infos, until = self._infos(prefix), math.inf if ttl_s is None else time.monotonic() + ttl_s
-        return await self._now(lambda: self._admin.pin(infos, until))
+        return await ask(self._loop, lambda: self._admin.pin(infos, until))
 
     async def unpin(self, prefix: Prefix) -> int:
         infos = self._infos(prefix)
-        return await self._now(lambda: self._admin.unpin(infos))
+        return await ask(self._loop, lambda: self._admin.unpin(infos))
 
     async def prefetch(self, prefix: Prefix, tier: Tier) -> int:
         infos = self._infos(prefix)
@@ -65,18 +62,5 @@ class EngineCache:
         root = request_root(self._loop.model_root, cache_salt=prefix.cache_salt)
         return page_infos(root, root, prefix.token_ids, self._page_size)
 
-    async def _now(self, function: Callable[[], R]) -> R:
-        return await self._settled(self._loop.call(lambda future: future.set_result(function())))
-
     async def _later(self, start: Callable[[Callable[[R], None]], None]) -> R:
-        return await self._settled(self._loop.call(lambda future: start(future.set_result)))
-
-    async def _settled(self, future: Future[R]) -> R:
-        """The future's result, unless the engine ends before there is one."""
-        waiting = asyncio.wrap_future(future)
-        while self._loop.running:
-            await asyncio.wait([waiting], timeout=_POLL_S)
-            if waiting.done():
-                return waiting.result()
-        waiting.cancel()
-        raise ShuttingDownError("the engine has stopped")
+        return await settled(self._loop, self._loop.call(lambda future: start(future.set_result)))

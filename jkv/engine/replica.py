@@ -8,7 +8,7 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from jkv.cache.events import ChangeLog, Changes
 from jkv.cache.l3.format import StoreIdentity, encode
@@ -16,11 +16,10 @@ from jkv.cache.pages import PageInfo, Tier
 from jkv.cache.peer_tier import PeerTier
 from jkv.cache.peers import PeerClient
 from jkv.cache.replica import Digest, ReplicaDescription, ReplicaEvent, ReplicaLoad, TierDigest, digest_of
+from jkv.engine.calls import ask
 from jkv.engine.loop import EngineLoop
 from jkv.engine.runner import Runner
-from jkv.errors import FailedPreconditionError, ShuttingDownError
-
-R = TypeVar("R")
+from jkv.errors import FailedPreconditionError
 
 # A follower that is this far behind gets a snapshot instead of what it missed.
 _MAX_BACKLOG = 1000
@@ -131,7 +130,7 @@ class EngineReplica:
                 if follower is None or follower.behind:
                     await self._leave(follower)
                     follower = _Follower(asyncio.get_running_loop())
-                    for event in await self._call(partial(self._join, follower, known)):
+                    for event in await ask(self._loop, partial(self._join, follower, known)):
                         number, load = event.number, event.load
                         yield event
                     known = None
@@ -156,7 +155,7 @@ class EngineReplica:
             )
         for start in range(0, len(keys), _FETCH_BATCH):
             batch = keys[start : start + _FETCH_BATCH]
-            found = await self._call(partial(self._find, batch))
+            found = await ask(self._loop, partial(self._find, batch))
             for info, payload in found:
                 yield await asyncio.to_thread(self._encode, info, payload)
             if len(found) < len(batch):
@@ -164,7 +163,7 @@ class EngineReplica:
 
     async def digest(self) -> Digest:
         """See `Replica.digest`."""
-        return await self._call(self._digest)
+        return await ask(self._loop, self._digest)
 
     def _publish(self) -> None:
         """On the engine's thread, after each turn: tells the followers what has changed."""
@@ -247,16 +246,3 @@ class EngineReplica:
 
     def _event(self, number: int, load: ReplicaLoad, **fields: Any) -> ReplicaEvent:
         return ReplicaEvent(incarnation=self.incarnation, number=number, load=load, **fields)
-
-    async def _call(self, function: Callable[[], R]) -> R:
-        """The function's result, called on the engine's thread; unless the engine ends before."""
-
-        def run(future: Future[R]) -> None:
-            future.set_result(function())
-
-        waiting = asyncio.wrap_future(self._loop.call(run))
-        while self._loop.running:
-            await asyncio.wait([waiting], timeout=_POLL_S)
-            if waiting.done():
-                return waiting.result()
-        raise ShuttingDownError("the engine has stopped")
