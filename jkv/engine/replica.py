@@ -167,7 +167,10 @@ class EngineReplica:
 
     def _publish(self) -> None:
         """On the engine's thread, after each turn: tells the followers what has changed."""
-        changes, load, now = self._changes.take(), self._measure(), time.monotonic()
+        changes = self._changes.take()
+        if not self._followers:
+            return  # most engines stand alone: measuring for nobody would cost every step
+        load, now = self._measure(), time.monotonic()
         news: list[Item] = [changes] if changes is not None else []
         rests = not load.running and not load.waiting
         if load != self._load and (rests or now - self._load_sent >= _LOAD_EVERY_S):
@@ -179,6 +182,8 @@ class EngineReplica:
 
     def _join(self, follower: _Follower, after: int | None) -> list[ReplicaEvent]:
         self._publish()
+        if not self._followers:
+            self._load = self._measure()
         missed = None if after is None else self._changes.since(after)
         self._followers.append(follower)
         if missed is None:
