@@ -159,10 +159,8 @@ class Saving(Loading):
         self._queued += 1
         self._unwritten[page] = self._queued
         # More would leave L2 no room for what comes: those may go before their turn to be written.
-        page.promised = not self.host.keep or self._promised < self.host.tree.capacity // 2
-        if page.promised:
-            self._promised += 1
-            self.host.hold(page)
+        if not self.host.keep or self._promised < self.host.tree.capacity // 2:
+            self._promise(page)
         self._backlog.append(page)
         if len(self._backlog) > 2 * self.host.tree.capacity:
             self._drop_evicted()
@@ -177,9 +175,7 @@ class Saving(Loading):
                 self._drop(page)
                 continue
             if not page.promised:
-                page.promised = True
-                self._promised += 1
-                self.host.hold(page)
+                self._promise(page)
             self._writing += 1
             self.disk.store.write(
                 page.info,
@@ -211,6 +207,12 @@ class Saving(Loading):
         self._unqueue(page)
         self._write_some()
         self._settle()
+
+    def _promise(self, page: HostPage) -> None:
+        """Keeps a page in L2 until it is written."""
+        page.promised = True
+        self._promised += 1
+        self.host.hold(page)
 
     def _unqueue(self, page: HostPage) -> None:
         del self._unwritten[page]
