@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import time
 import uuid
@@ -12,7 +11,7 @@ from jkv.api import jkv_pb2 as pb
 from jkv.api import jkv_pb2_grpc as pb_grpc
 from jkv.api.prompt import Backend
 from jkv.api.sampling import stop_strings
-from jkv.api.serving import Context, Serving, answering
+from jkv.api.serving import Context, Running, Serving, answering
 from jkv.api.status import DeadlineError, GenerationError
 from jkv.api.stream import SequenceStream, merge
 from jkv.api.validate import check_token_ids, engine_requests
@@ -27,26 +26,18 @@ class GenerationServicer(pb_grpc.GenerationServicer):
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
         self._live_ids: set[str] = set()
-        self._running = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._running = Running()
 
     async def idle(self) -> None:
         """Return once no Generate runs."""
-        await self._idle.wait()
+        await self._running.idle()
 
     @answering
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         backend = self._serving.backend(request.model)
         deadline = _deadline(context)
-        self._running += 1
-        self._idle.clear()
-        try:
+        with self._running:
             await self._generate(request, context, backend, deadline)
-        finally:
-            self._running -= 1
-            if not self._running:
-                self._idle.set()
 
     @answering
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:

@@ -46,6 +46,28 @@ def answering(method: Callable[..., Awaitable[R]]) -> Callable[..., Awaitable[R]
     return handle
 
 
+class Running:
+    """How many requests run, and when none does. Owner: one event loop."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def __enter__(self) -> None:
+        self.count += 1
+        self._idle.clear()
+
+    def __exit__(self, *_: object) -> None:
+        self.count -= 1
+        if not self.count:
+            self._idle.set()
+
+    async def idle(self) -> None:
+        """Return once none runs."""
+        await self._idle.wait()
+
+
 class Serving:
     """The model that is served, between `open()` and `close()`; there is none before and after.
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from jkv.api import jkv_pb2 as pb
 from jkv.api import jkv_pb2_grpc as pb_grpc
-from jkv.api.serving import Context, answering
+from jkv.api.serving import Context, Running, answering
 from jkv.api.validate import check_input
 from jkv.errors import NoEngineError, OverloadedError, ShuttingDownError
 from jkv.router.answer import Answer
@@ -47,10 +47,8 @@ class Proxy(pb_grpc.GenerationServicer):
     def __init__(self, fleet: Fleet, chooser: Chooser, texts: Texts, max_in_flight: int) -> None:
         self._fleet, self._chooser, self._texts = fleet, chooser, texts
         self._max_in_flight = max_in_flight
-        self._running = 0
+        self._running = Running()
         self._closed = False
-        self._idle = asyncio.Event()
-        self._idle.set()
 
     def close(self) -> None:
         """Take no new requests."""
@@ -58,22 +56,17 @@ class Proxy(pb_grpc.GenerationServicer):
 
     async def idle(self) -> None:
         """Return once no Generate runs."""
-        await self._idle.wait()
+        await self._running.idle()
 
     @answering
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         self._admit()
-        self._running += 1
-        self._idle.clear()
-        try:
-            await self._generate(request, context)
-        except UpstreamError as error:
-            status = error.status
-            await context.abort(status.code, _as_asked(status.details, request), status.metadata)
-        finally:
-            self._running -= 1
-            if not self._running:
-                self._idle.set()
+        with self._running:
+            try:
+                await self._generate(request, context)
+            except UpstreamError as error:
+                status = error.status
+                await context.abort(status.code, _as_asked(status.details, request), status.metadata)
 
     @answering
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
@@ -102,9 +95,9 @@ class Proxy(pb_grpc.GenerationServicer):
     def _admit(self) -> None:
         if self._closed:
             raise ShuttingDownError("the router is shutting down")
-        if self._running >= self._max_in_flight:
+        if self._running.count >= self._max_in_flight:
             raise OverloadedError(
-                f"{self._running} requests are in flight, which is --max-in-flight; try again later",
+                f"{self._running.count} requests are in flight, which is --max-in-flight; try again later",
                 _RETRY_AFTER_S,
             )
 
