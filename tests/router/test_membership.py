@@ -198,8 +198,7 @@ def test_an_engine_that_leaves_lets_its_successor_stay(shared_etcd: EtcdServer, 
         await old.join()
         await own.start(engine(address="new:1"))
         await old.leave()
-        await own.until(lambda: bool(own.members.members))
-        assert own.members.members["one"].address == "new:1"
+        await own.until(lambda: bool(own.members.members) and own.members.members["one"].address == "new:1")
         await asyncio.sleep(1)
         assert "one left" not in own.changes
 
