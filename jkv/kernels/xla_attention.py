@@ -64,6 +64,7 @@ def paged_attention(
     *,
     window: jax.Array,
     scale: float,
+    soft_cap: float | None,
     blocks: AttentionBlocks,
 ) -> jax.Array:
     """Causal attention of every query over its sequence's pages, this step's keys included.
@@ -73,11 +74,12 @@ def paged_attention(
         pool: the flat KV pool; rows past a sequence's length never reach the output.
         layer: int32 scalar, picks the pool rows `layer * pages ...`.
         window: int32 scalar; a query sees itself and the `window - 1` keys before it.
+        soft_cap: where given, a logit x becomes `soft_cap * tanh(x / soft_cap)` (Gemma 2, arXiv:2408.00118).
 
     Returns:
         `[T, heads, head_dim]` in q's dtype; rows of padding are unspecified but finite.
     """
-    run = _PagedAttention(pool, layer * pages, batch, window, scale, blocks, q)
+    run = _PagedAttention(pool, layer * pages, batch, window, scale, soft_cap, blocks, q)
     return run.prefill(run.decode(jnp.zeros_like(run.q)))[: q.shape[0]].astype(q.dtype)
 
 
@@ -91,6 +93,7 @@ class _PagedAttention:
         batch: StepBatch[jax.Array],
         window: jax.Array,
         scale: float,
+        soft_cap: float | None,
         blocks: AttentionBlocks,
         q: jax.Array,
     ) -> None:
@@ -102,7 +105,8 @@ class _PagedAttention:
         # By default TPUs and GPUs round the operands of float32 products, and XLA:TPU does so to the whole
         # pool before the loop.
         self.precision = lax.Precision.HIGHEST if pool.values.dtype == jnp.float32 else None
-        self.first_row, self.batch, self.window, self.blocks = first_row, batch, window, blocks
+        self.first_row, self.batch, self.window = first_row, batch, window
+        self.soft_cap, self.blocks = soft_cap, blocks
         self.q_block = min(blocks.prefill_queries, q.shape[0])
         # The last block of a chunk may reach past the batch: give it rows of its own to spill into.
         self.q = jnp.pad(q.astype(jnp.float32) * scale, ((0, self.q_block), (0, 0), (0, 0)))
@@ -129,6 +133,12 @@ class _PagedAttention:
         distance = positions[:, None] - key[None, :]
         return (distance >= 0) & (distance < self.window)
 
+    def _masked(self, scores: jax.Array, seen: jax.Array) -> jax.Array:
+        """Logits `[..., rows, keys]` under the soft cap, out of the softmax where `seen` is false."""
+        if self.soft_cap is not None:
+            scores = self.soft_cap * jnp.tanh(scores / self.soft_cap)
+        return jnp.where(seen, scores, _MASKED)
+
     def decode(self, out: jax.Array) -> jax.Array:
         """One query a sequence. A head's keys and values are read together, as they lie: q is zero over the
         values, and of what the weights sum only the half of the values counts.
@@ -153,7 +163,7 @@ class _PagedAttention:
                 seen = self._visible(block, keys, position[None])
                 return _accumulate(
                     run,
-                    jnp.where(seen[None], scores, _MASKED),
+                    self._masked(scores, seen[None]),
                     lambda p: jnp.einsum("hrk,hke->hre", p, kv, precision=self.precision),
                 )
 
@@ -199,7 +209,7 @@ class _PagedAttention:
             seen = self._visible(block, keys, positions)
             return _accumulate(
                 run,
-                jnp.where(seen[None], scores, _MASKED),
+                self._masked(scores, seen[None]),
                 lambda p: jnp.einsum("hmk,hdk->hmd", p, v, precision=self.precision),
             )
 

@@ -14,9 +14,9 @@ from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 
+from jkv.kernels.attention import AttentionSpec, attend
 from jkv.kernels.batch import StepBatch
-from jkv.kernels.kv_pool import KvArrays, write_kv
-from jkv.kernels.xla_attention import AttentionBlocks, paged_attention
+from jkv.kernels.kv_pool import KvArrays
 from jkv.models.config import ModelConfig
 from jkv.models.rope import inverse_frequencies
 
@@ -26,7 +26,7 @@ class StepShape:
     """What a compiled step is specialized on beside its arrays' shapes."""
 
     pages: int
-    blocks: AttentionBlocks
+    attention: AttentionSpec
     unroll_layers: bool
     weights_first: bool  # see `product`
 
@@ -93,16 +93,18 @@ class Attention(nnx.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, context.cos, context.sin), rotate(k, context.cos, context.sin)
-        pool = write_kv(pool, layer, shape.pages, k, v, context.batch)
-        out = paged_attention(
+        out, pool = attend(
             q,
+            k,
+            v,
             pool,
             layer,
             shape.pages,
             context.batch,
             window=window,
             scale=self.head_dim**-0.5,
-            blocks=shape.blocks,
+            soft_cap=None,
+            spec=shape.attention,
         )
         return self.o_proj(out.reshape(x.shape[0], -1), weights_first=first), pool
 

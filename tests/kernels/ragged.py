@@ -35,11 +35,15 @@ class Shape:
     head_dim: int
     page_size: int
     window: int = NO_WINDOW
+    soft_cap: float | None = None
     kv_dtype: str = "float32"
 
     def __str__(self) -> str:
         window = "" if self.window == NO_WINDOW else f"-window{self.window}"
-        return f"{self.heads}/{self.kv_heads}x{self.head_dim}-page{self.page_size}{window}-{self.kv_dtype}"
+        cap = "" if self.soft_cap is None else f"-cap{self.soft_cap:g}"
+        return (
+            f"{self.heads}/{self.kv_heads}x{self.head_dim}-page{self.page_size}{window}{cap}-{self.kv_dtype}"
+        )
 
     @property
     def table_width(self) -> int:
@@ -132,6 +136,8 @@ def expected(shape: Shape, chunk: Chunk) -> np.ndarray:
             np.repeat(x[seen].astype(np.float64), group, axis=1) for x in (chunk.keys, chunk.values)
         )
         scores = np.einsum("hd,khd->hk", query, keys) / np.sqrt(shape.head_dim)
+        if shape.soft_cap is not None:
+            scores = shape.soft_cap * np.tanh(scores / shape.soft_cap)
         weights = np.exp(scores - scores.max(axis=1, keepdims=True))
         out[i] = np.einsum("hk,khd->hd", weights / weights.sum(axis=1, keepdims=True), values)
     return out
@@ -158,6 +164,7 @@ def _compiled(shape: Shape, blocks: AttentionBlocks) -> Callable[..., jax.Array]
             batch,
             window=jnp.int32(shape.window),
             scale=shape.head_dim**-0.5,
+            soft_cap=shape.soft_cap,
             blocks=blocks,
         )
 

@@ -24,6 +24,7 @@ SHAPES = [
     Shape(heads=4, kv_heads=4, head_dim=16, page_size=8),
     Shape(heads=9, kv_heads=3, head_dim=64, page_size=64),
     Shape(heads=4, kv_heads=1, head_dim=16, page_size=16, window=5),
+    Shape(heads=4, kv_heads=2, head_dim=16, page_size=16, window=300, soft_cap=1.5),
     Shape(heads=1, kv_heads=1, head_dim=16, page_size=8, window=100),
     Shape(heads=6, kv_heads=2, head_dim=64, page_size=16, window=130, kv_dtype="bfloat16"),
     Shape(heads=4, kv_heads=2, head_dim=16, page_size=64, kv_dtype="bfloat16"),
@@ -70,7 +71,7 @@ def test_equals_float64_whatever_lies_outside_the_rows_in_use(
 
 
 def test_bfloat16_queries_give_bfloat16_rows() -> None:
-    shape = SHAPES[5]
+    shape = next(s for s in SHAPES if s.kv_dtype == "bfloat16" and s.head_dim == 16)
     chunks = random_chunks(shape, np.random.default_rng(0), [(300, 1), (200, 17)])
     exact = [Chunk(pages=c.pages, keys=c.keys, values=c.values, q=_bfloat16(c.q)) for c in chunks]
     out = attend(shape, exact, tokens=_BUCKET, decodes=1, blocks=AttentionBlocks(), q_dtype="bfloat16")
@@ -85,6 +86,7 @@ def test_bfloat16_queries_give_bfloat16_rows() -> None:
         Shape(heads=9, kv_heads=3, head_dim=64, page_size=64),
         Shape(heads=4, kv_heads=1, head_dim=16, page_size=16, window=150),
         Shape(heads=1, kv_heads=1, head_dim=64, page_size=8),
+        Shape(heads=4, kv_heads=2, head_dim=64, page_size=16, window=150, soft_cap=2.0),
         Shape(heads=8, kv_heads=2, head_dim=16, page_size=16, kv_dtype="bfloat16"),
         Shape(heads=9, kv_heads=3, head_dim=64, page_size=64, kv_dtype="int8"),
         Shape(heads=7, kv_heads=7, head_dim=72, page_size=16),
