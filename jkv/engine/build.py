@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast, get_args
 
 import jax
 
@@ -20,7 +20,7 @@ from jkv.cache.l3.format import StoreIdentity
 from jkv.config import GIB, ServeConfig
 from jkv.engine.engine import Engine
 from jkv.engine.loop import EngineLoop, Inbox
-from jkv.engine.programs import Program, ProgramPlan, programs, table_width
+from jkv.engine.programs import Platform, Program, ProgramPlan, programs, table_width
 from jkv.engine.replica import EngineReplica
 from jkv.engine.request import EngineInfo
 from jkv.engine.runner import Runner
@@ -75,8 +75,8 @@ def build_from_checkpoint(
     config: ServeConfig, checkpoint: Checkpoint, name: str, progress: Progress
 ) -> Engine:
     """The engine alone, for a checkpoint that is already open."""
-    model = checkpoint.config
-    dtype = _dtype(config.dtype, default="float32" if _on_cpu() else "bfloat16")
+    model, platform = checkpoint.config, _platform()
+    dtype = _dtype(config.dtype, default="float32" if platform == "cpu" else "bfloat16")
     kv_dtype = _dtype(config.kv_dtype, default=dtype)
     max_len = _max_model_len(config, model)
     started = time.monotonic()
@@ -84,12 +84,13 @@ def build_from_checkpoint(
         model,
         checkpoint.source,
         dtype,
-        stacked=not _on_cpu(),
+        stacked=platform != "cpu",
         workers=config.load_workers,
         progress=lambda done: progress(f"loading weights {done:.0%}"),
     )
     progress(f"loaded weights in {time.monotonic() - started:.1f} s")
     plan = ProgramPlan(
+        platform=platform,
         config=model,
         dtype=dtype,
         pool=PoolShape(
@@ -98,14 +99,12 @@ def build_from_checkpoint(
             page_size=config.page_size,
             kv_heads=model.num_kv_heads,
             head_dim=model.head_dim,
-            dtype=stored_dtype(kv_dtype, jax.default_backend()),
+            dtype=stored_dtype(kv_dtype, platform),
         ),
         max_num_seqs=config.max_num_seqs,
         max_batched_tokens=max(config.max_batched_tokens, config.max_num_seqs),
         table_width=table_width(max_len, config.page_size),
         batch_invariant=config.batch_invariant,
-        unroll_layers=_on_cpu(),
-        pinned_pages=not _on_cpu(),
     )
     plan = dataclasses.replace(plan, pool=dataclasses.replace(plan.pool, pages=plan_l1(config, plan)))
     l1_gib = plan.pool.pages * plan.pool.page_bytes / GIB
@@ -195,7 +194,7 @@ def compile_programs(plan: ProgramPlan, progress: Progress) -> dict[str, Callabl
 
 
 def _compiler_options(plan: ProgramPlan) -> dict[str, str | bool]:
-    return BATCH_INVARIANT_CPU_OPTIONS if plan.batch_invariant and _on_cpu() else {}
+    return BATCH_INVARIANT_CPU_OPTIONS if plan.batch_invariant and plan.platform == "cpu" else {}
 
 
 def _max_model_len(config: ServeConfig, model: ModelConfig) -> int:
@@ -212,5 +211,8 @@ def _dtype(asked: str, default: str) -> str:
     return default if asked == "auto" else asked
 
 
-def _on_cpu() -> bool:
-    return jax.default_backend() == "cpu"
+def _platform() -> Platform:
+    backend = jax.default_backend()
+    if backend not in get_args(Platform):
+        raise ConfigError(f"jax runs on {backend!r}; supported: {', '.join(get_args(Platform))}")
+    return cast(Platform, backend)

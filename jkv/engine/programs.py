@@ -7,13 +7,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jkv.engine.sampling import SampleBatch, Sampled, SamplerState, admit, sample
+from jkv.kernels.attention import AttentionSpec
 from jkv.kernels.batch import StepBatch
 from jkv.kernels.kv_pool import KvArrays, PoolShape
 from jkv.kernels.page_transfer import gather_pages, scatter_pages
@@ -24,6 +25,8 @@ from jkv.models.forward import forward, logits
 from jkv.models.params import Params, abstract_params
 
 _FEW_ROWS = 32
+
+Platform = Literal["cpu", "tpu", "gpu"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,10 +50,10 @@ class ProgramPlan:
     """What decides which programs an engine has.
 
     `batch_invariant` leaves out the buckets and block sizes whose rows would round differently: a product of
-    one row, and key blocks that differ between prefill and decode. `pinned_pages` has pages gathered into
-    pinned host memory; not on CPU, whose device memory is host memory.
+    one row, and key blocks that differ between prefill and decode.
     """
 
+    platform: Platform
     config: ModelConfig
     dtype: DTypeLike
     pool: PoolShape
@@ -58,12 +61,21 @@ class ProgramPlan:
     max_batched_tokens: int
     table_width: int
     batch_invariant: bool
-    unroll_layers: bool
-    pinned_pages: bool
 
     @property
-    def blocks(self) -> AttentionBlocks:
-        return BATCH_INVARIANT_BLOCKS if self.batch_invariant else AttentionBlocks()
+    def unroll_layers(self) -> bool:
+        """Whether each layer has its own parameters and code: faster on CPU, slower to compile."""
+        return self.platform == "cpu"
+
+    @property
+    def pinned_pages(self) -> bool:
+        """Whether pages are gathered into pinned host memory: not on CPU, where L1 is host memory."""
+        return self.platform != "cpu"
+
+    @property
+    def attention(self) -> AttentionSpec:
+        blocks = BATCH_INVARIANT_BLOCKS if self.batch_invariant else AttentionBlocks()
+        return AttentionSpec(kernel="xla", blocks=blocks)
 
     def weights_first(self, rows: int) -> bool:
         """How a program multiplies `rows` rows by the weights (see `jkv.models.decoder.product`).
@@ -137,7 +149,7 @@ ADMIT = "admit"
 def _step_program(plan: ProgramPlan, params: Params, tokens: int) -> Program:
     shape = StepShape(
         pages=plan.pool.pages,
-        blocks=plan.blocks,
+        attention=plan.attention,
         unroll_layers=plan.unroll_layers,
         weights_first=plan.weights_first(tokens),
     )

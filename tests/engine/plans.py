@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jkv.engine.programs import ProgramPlan, table_width
+from jkv.engine.programs import Platform, ProgramPlan, table_width
 from jkv.kernels.kv_pool import PoolShape, stored_dtype
 from jkv.models.config import ModelConfig, RopeConfig
 
@@ -48,10 +48,11 @@ def plan_of(
     page_size: int = 64,
     max_num_seqs: int = 16,
     max_batched_tokens: int = 512,
-    platform: str = "cpu",
+    platform: Platform = "cpu",
 ) -> ProgramPlan:
-    """The plan that `jkv.engine.build` makes for a platform: layers unrolled on CPU, under scan elsewhere."""
+    """The plan that `jkv.engine.build` makes for a platform."""
     return ProgramPlan(
+        platform=platform,
         config=config,
         dtype=dtype,
         pool=PoolShape(
@@ -66,8 +67,6 @@ def plan_of(
         max_batched_tokens=max_batched_tokens,
         table_width=table_width(config.max_position, page_size),
         batch_invariant=False,
-        unroll_layers=platform == "cpu",
-        pinned_pages=platform != "cpu",
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -30,8 +31,15 @@ on_every_model = pytest.mark.parametrize("model", NAMES)
 in_both_dialects = pytest.mark.parametrize("dialect", ["config.json", "config.hub.json"])
 
 
+@dataclass(frozen=True, kw_only=True)
 class TwoBuckets(ProgramPlan):
     """Compiles one program for decoding and one for everything else."""
+
+    stacked: bool
+
+    @property
+    def unroll_layers(self) -> bool:
+        return not self.stacked
 
     @property
     def token_buckets(self) -> tuple[int, ...]:
@@ -51,6 +59,7 @@ class Model:
             dtype=jnp.float32,
         )
         self.plan = TwoBuckets(
+            platform="cpu",
             config=config,
             dtype="float32",
             pool=shape,
@@ -58,8 +67,7 @@ class Model:
             max_batched_tokens=_LARGEST,
             table_width=table_width(512, _PAGE),
             batch_invariant=False,
-            unroll_layers=not stacked,
-            pinned_pages=False,
+            stacked=stacked,
         )
         self.params = params
         steps = {step_name(b) for b in self.plan.token_buckets}
