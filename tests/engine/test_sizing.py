@@ -11,8 +11,9 @@ import pytest
 from jkv.config import GIB, ServeConfig
 from jkv.engine import host_memory as host_memory_module
 from jkv.engine import sizing
+from jkv.engine.l1_size import Memory, ProgramBytes, divide, l1_pages
 from jkv.engine.programs import ProgramPlan, programs
-from jkv.engine.sizing import Memory, ProgramBytes, device_memory, host_memory, l1_pages, left_for_l1
+from jkv.engine.sizing import device_memory, host_memory
 from jkv.errors import ConfigError
 from tests.engine.plans import SMOLLM2, plan_of
 
@@ -64,8 +65,10 @@ def test_programs_leave_room_for_one_running_and_for_the_code_of_all() -> None:
         ProgramBytes(temporaries=300, outputs=20, code=7),
         ProgramBytes(temporaries=100, outputs=400, code=5),
     ]
-    assert left_for_l1(100_000, 1_000, largest, programs=10) == 98_000 - 1_000 - 500 - 70
-    assert left_for_l1(1_000, 1_000, largest, programs=10) == 0
+    budget = divide(100_000, 1_000, largest, programs=10)
+    assert (budget.reserve, budget.buffers, budget.running, budget.code) == (2_000, 1_000, 500, 70)
+    assert budget.left == 98_000 - 1_000 - 500 - 70
+    assert divide(1_000, 1_000, largest, programs=10).left == 0
 
 
 def test_a_device_gives_what_its_allocator_and_the_compiler_leave(
