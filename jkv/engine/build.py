@@ -20,7 +20,8 @@ from jkv.cache.l3.format import StoreIdentity
 from jkv.config import GIB, ServeConfig
 from jkv.engine.engine import Engine
 from jkv.engine.loop import EngineLoop, Inbox
-from jkv.engine.programs import Platform, Program, ProgramPlan, programs, table_width
+from jkv.engine.planning import compute_dtype, kv_dtype, max_model_len, plan_for, with_pages
+from jkv.engine.programs import Platform, Program, ProgramPlan, programs
 from jkv.engine.replica import EngineReplica
 from jkv.engine.request import EngineInfo
 from jkv.engine.runner import Runner
@@ -28,9 +29,7 @@ from jkv.engine.scheduler import Limits, Scheduler
 from jkv.engine.sizing import plan_l1
 from jkv.engine.tiers import build_lower
 from jkv.errors import ConfigError
-from jkv.kernels.kv_pool import PoolShape, stored_dtype
 from jkv.kernels.xla_attention import BATCH_INVARIANT_CPU_OPTIONS
-from jkv.models.config import ModelConfig
 from jkv.models.params import load_params
 from jkv.models.resolve import Checkpoint, cached_orbax, open_checkpoint, resolve_model
 from jkv.paths import cache_dir
@@ -76,45 +75,26 @@ def build_from_checkpoint(
 ) -> Engine:
     """The engine alone, for a checkpoint that is already open."""
     model, platform = checkpoint.config, _platform()
-    dtype = _dtype(config.dtype, default="float32" if platform == "cpu" else "bfloat16")
-    kv_dtype = _dtype(config.kv_dtype, default=dtype)
-    max_len = _max_model_len(config, model)
+    plan = plan_for(config, model, platform)
     started = time.monotonic()
     params = load_params(
         model,
         checkpoint.source,
-        dtype,
-        stacked=platform != "cpu",
+        plan.dtype,
+        stacked=not plan.unroll_layers,
         workers=config.load_workers,
         progress=lambda done: progress(f"loading weights {done:.0%}"),
     )
     progress(f"loaded weights in {time.monotonic() - started:.1f} s")
-    plan = ProgramPlan(
-        platform=platform,
-        config=model,
-        dtype=dtype,
-        pool=PoolShape(
-            layers=model.num_layers,
-            pages=1,
-            page_size=config.page_size,
-            kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
-            dtype=stored_dtype(kv_dtype, platform),
-        ),
-        max_num_seqs=config.max_num_seqs,
-        max_batched_tokens=max(config.max_batched_tokens, config.max_num_seqs),
-        table_width=table_width(max_len, config.page_size),
-        batch_invariant=config.batch_invariant,
-    )
-    plan = dataclasses.replace(plan, pool=dataclasses.replace(plan.pool, pages=plan_l1(config, plan)))
+    plan = with_pages(plan, plan_l1(config, plan))
     l1_gib = plan.pool.pages * plan.pool.page_bytes / GIB
     progress(f"L1 has {plan.pool.pages} pages of {config.page_size} tokens, {l1_gib:.2f} GiB")
     compiled = compile_programs(plan, progress)
     identity = ModelIdentity(
         weights_fingerprint=checkpoint.source.fingerprint(),
         model_config=json.dumps(dataclasses.asdict(model), sort_keys=True),
-        compute_dtype=dtype,
-        kv_dtype=kv_dtype,
+        compute_dtype=compute_dtype(config, platform),
+        kv_dtype=kv_dtype(config, platform),
         page_size=config.page_size,
         page_layout="head,layer,token,2*dim",
     )
@@ -122,7 +102,7 @@ def build_from_checkpoint(
     runner.warm_up()
     pages = StoreIdentity(
         model_root=identity.root(),
-        kv_dtype=kv_dtype,
+        kv_dtype=kv_dtype(config, platform),
         page_shape=plan.pool.page_shape,
         page_bytes=runner.page_bytes,
         page_size=config.page_size,
@@ -130,7 +110,7 @@ def build_from_checkpoint(
     info = EngineInfo(
         model=name,
         vocab_size=model.vocab_size,
-        max_model_len=max_len,
+        max_model_len=max_model_len(config, model),
         page_size=config.page_size,
         l1_pages=plan.pool.pages,
         eos_token_ids=frozenset(model.eos_token_ids),
@@ -195,20 +175,6 @@ def compile_programs(plan: ProgramPlan, progress: Progress) -> dict[str, Callabl
 
 def _compiler_options(plan: ProgramPlan) -> dict[str, str | bool]:
     return BATCH_INVARIANT_CPU_OPTIONS if plan.batch_invariant and plan.platform == "cpu" else {}
-
-
-def _max_model_len(config: ServeConfig, model: ModelConfig) -> int:
-    if config.max_model_len is None:
-        return model.max_position
-    if config.max_model_len > model.max_position:
-        raise ConfigError(
-            f"--max-model-len {config.max_model_len}: the model's context length is {model.max_position}"
-        )
-    return config.max_model_len
-
-
-def _dtype(asked: str, default: str) -> str:
-    return default if asked == "auto" else asked
 
 
 def _platform() -> Platform:

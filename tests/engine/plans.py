@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from jkv.engine.programs import Platform, ProgramPlan, table_width
-from jkv.kernels.kv_pool import PoolShape, stored_dtype
+from jkv.config import ServeConfig
+from jkv.engine.planning import plan_for, with_pages
+from jkv.engine.programs import Platform, ProgramPlan
 from jkv.models.config import ModelConfig, RopeConfig
 
 SMOLLM2 = ModelConfig(
@@ -51,23 +52,15 @@ def plan_of(
     platform: Platform = "cpu",
 ) -> ProgramPlan:
     """The plan that `jkv.engine.build` makes for a platform."""
-    return ProgramPlan(
-        platform=platform,
-        config=config,
+    serve = ServeConfig(
         dtype=dtype,
-        pool=PoolShape(
-            layers=config.num_layers,
-            pages=pages,
-            page_size=page_size,
-            kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            dtype=stored_dtype(kv_dtype or dtype, platform),
-        ),
+        kv_dtype=kv_dtype or "auto",
+        page_size=page_size,
         max_num_seqs=max_num_seqs,
         max_batched_tokens=max_batched_tokens,
-        table_width=table_width(config.max_position, page_size),
-        batch_invariant=False,
+        max_mixed_tokens=max_batched_tokens,
     )
+    return with_pages(plan_for(serve, config, platform), pages)
 
 
 # Of real depth, for under scan layers cost no time to compile.

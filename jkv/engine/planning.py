@@ -1,0 +1,68 @@
+"""From a configuration and a model to the plan of programs that an engine has on a platform."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jkv.config import ServeConfig
+from jkv.engine.programs import Platform, ProgramPlan, table_width
+from jkv.errors import ConfigError
+from jkv.kernels.kv_pool import PoolShape, stored_dtype
+from jkv.models.config import ModelConfig
+
+
+def plan_for(config: ServeConfig, model: ModelConfig, platform: Platform) -> ProgramPlan:
+    """The plan with one page of L1, whose size it helps to decide; see `with_pages`.
+
+    Raises:
+        ConfigError: a flag that does not fit the model.
+    """
+    return ProgramPlan(
+        platform=platform,
+        config=model,
+        dtype=compute_dtype(config, platform),
+        pool=PoolShape(
+            layers=model.num_layers,
+            pages=1,
+            page_size=config.page_size,
+            kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            dtype=stored_dtype(kv_dtype(config, platform), platform),
+        ),
+        max_num_seqs=config.max_num_seqs,
+        max_batched_tokens=max(config.max_batched_tokens, config.max_num_seqs),
+        table_width=table_width(max_model_len(config, model), config.page_size),
+        batch_invariant=config.batch_invariant,
+    )
+
+
+def with_pages(plan: ProgramPlan, pages: int) -> ProgramPlan:
+    """The plan with as many pages of L1."""
+    return dataclasses.replace(plan, pool=dataclasses.replace(plan.pool, pages=pages))
+
+
+def compute_dtype(config: ServeConfig, platform: Platform) -> str:
+    """Of weights and activations: what `--dtype` says, or suits the platform."""
+    if config.dtype != "auto":
+        return config.dtype
+    return "float32" if platform == "cpu" else "bfloat16"
+
+
+def kv_dtype(config: ServeConfig, platform: Platform) -> str:
+    """Of the KV cache: what `--kv-dtype` says, or `compute_dtype`."""
+    return compute_dtype(config, platform) if config.kv_dtype == "auto" else config.kv_dtype
+
+
+def max_model_len(config: ServeConfig, model: ModelConfig) -> int:
+    """The longest sequence in tokens.
+
+    Raises:
+        ConfigError: `--max-model-len` is more than the model's context length.
+    """
+    if config.max_model_len is None:
+        return model.max_position
+    if config.max_model_len > model.max_position:
+        raise ConfigError(
+            f"--max-model-len {config.max_model_len}: the model's context length is {model.max_position}"
+        )
+    return config.max_model_len
