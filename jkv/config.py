@@ -12,14 +12,14 @@ from jkv.cache_config import GIB, PAGE_SIZES, CacheConfig, parse_gib
 from jkv.cluster_config import ClusterConfig, parse_addresses
 from jkv.errors import ConfigError
 from jkv.flags import flag
+from jkv.server_config import ServerConfig
 
 __all__ = ["GIB", "PAGE_SIZES", "ServeConfig", "parse_config", "parse_gib"]
 
 _INSTANCE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_LEVELS = ("debug", "info", "warning", "error")
 _DTYPES = ("auto", "float32", "bfloat16")
 
-_MODEL, _SCHEDULING, _SERVER = "model", "scheduling", "server"
+_MODEL, _SCHEDULING = "model", "scheduling"
 
 
 def _new_instance_id() -> str:
@@ -57,12 +57,8 @@ class _ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeConfig(ClusterConfig, CacheConfig, _ModelConfig):
-    """Everything `python -m jkv.serve` can be told. Of its bases the last one's flags come first in the help.
-
-    Raises:
-        ConfigError: a value out of its range, or values that contradict each other.
-    """
+class _SchedulingConfig:
+    """The part of `ServeConfig` that says how much runs, waits and is computed at a time."""
 
     max_model_len: int | None = flag(
         group=_SCHEDULING,
@@ -94,13 +90,18 @@ class ServeConfig(ClusterConfig, CacheConfig, _ModelConfig):
         False, group=_SCHEDULING, help="give a request the same bits whatever it is batched with or hits"
     )
 
-    host: str = flag("127.0.0.1", group=_SERVER, help="address to listen on; 0.0.0.0 for all of IPv4")
-    grpc_port: int = flag(
-        50051, group=_SERVER, metavar="PORT", minimum=0, maximum=65535, help="gRPC port; 0 picks a free one"
-    )
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig(ServerConfig, ClusterConfig, _SchedulingConfig, CacheConfig, _ModelConfig):
+    """Everything `python -m jkv.serve` can be told. Of its bases the last one's flags come first in the help.
+
+    Raises:
+        ConfigError: a value out of its range, or values that contradict each other.
+    """
+
     instance_id: str = flag(
         default_factory=_new_instance_id,
-        group=_SERVER,
+        group="server",
         metavar="ID",
         default_text="random",
         help="this process's name in logs and in the cluster: letters, digits, '.', '_' and '-'",
@@ -111,19 +112,12 @@ class ServeConfig(ClusterConfig, CacheConfig, _ModelConfig):
         default_text="--host and --grpc-port",
         help="where routers and other engines reach this one",
     )
-    drain_timeout: float = flag(
-        30.0,
-        group=_SERVER,
-        metavar="SECONDS",
-        minimum=0,
-        help="how long running requests may go on after SIGTERM before they are cancelled",
-    )
-    log_level: str = flag("info", group=_SERVER, choices=_LEVELS, help="least severe messages to log")
 
     def __post_init__(self) -> None:
         flags.check(self)
         self.check_cache()
         self.check_cluster()
+        self.check_server()
         self._check_advertise()
         if self.max_mixed_tokens > self.max_batched_tokens:
             raise ConfigError(
@@ -134,9 +128,8 @@ class ServeConfig(ClusterConfig, CacheConfig, _ModelConfig):
             raise ConfigError(
                 f"--instance-id {self.instance_id!r}: must be 1 to 64 letters, digits, '.', '_' or '-'"
             )
-        for name, value in (("model", self.model), ("host", self.host)):
-            if not value.strip():
-                raise ConfigError(f"--{name} {value!r}: must not be empty")
+        if not self.model.strip():
+            raise ConfigError(f"--model {self.model!r}: must not be empty")
         if self.served_model_name is not None and not self.served_model_name.strip():
             raise ConfigError(f"--served-model-name {self.served_model_name!r}: must not be empty")
 

@@ -17,7 +17,7 @@ from jkv.router.etcd import Etcd, EtcdOptions
 from jkv.router.etcd_ops import EtcdError
 from jkv.router.membership import MemberChange, Members
 from jkv.router.records import EngineRecord, StoreRef
-from jkv.router.registration import Registration
+from jkv.router.registration import Registration, RegistrationState
 from jkv.router.shards import ShardLog
 
 _log = logging.getLogger(__name__)
@@ -43,6 +43,16 @@ class ClusterMember:
         # Replaced as a whole by the event loop, read by any thread.
         self._addresses: frozenset[str] = frozenset()
         self._members.subscribe(self._changed)
+
+    @property
+    def registered(self) -> bool:
+        """Whether routers find this engine in etcd."""
+        return self._registration.status.state is RegistrationState.IN
+
+    @property
+    def recording(self) -> bool | None:
+        """Whether etcd gets to know what L3 holds; None without L3."""
+        return None if self._shards is None else not self._shards.trouble
 
     async def join(self) -> None:
         """Registers; where etcd cannot be reached, goes on trying.

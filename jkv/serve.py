@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
+from jkv.api.engine_metrics import EngineMetrics
 from jkv.api.grpc_server import GrpcServer
 from jkv.api.listening import join_address
 from jkv.api.prompt import Backend
@@ -18,8 +19,10 @@ from jkv.cache.replica import Replica
 from jkv.config import GIB, ServeConfig, parse_config
 from jkv.engine.host_memory import keep_freed_memory
 from jkv.engine.request import Generator
+from jkv.engine.stats import EngineStats
 from jkv.errors import ConfigError, EngineFailedError, JkvError
 from jkv.member import ClusterMember
+from jkv.metrics import exporting
 from jkv.process import announce, exit_now, stop_on_signals, unless
 from jkv.progress import ProgressLine
 from jkv.router.etcd import etcd_options
@@ -40,6 +43,8 @@ class RunningEngine(Generator, Protocol):
     def cache(self) -> CacheControl: ...
     @property
     def replica(self) -> Replica: ...
+    @property
+    def stats(self) -> EngineStats: ...
 
     async def drain(self, timeout: float) -> None:
         """Refuse new requests, end once the running ones are done; cancel them after `timeout` seconds."""
@@ -90,6 +95,12 @@ async def serve(config: ServeConfig, build: Build) -> None:
     Raises:
         JkvError: the address or the model cannot be used, or the engine failed for good.
     """
+    metrics = EngineMetrics()
+    async with exporting(config, metrics.read):
+        await _serve(config, build, metrics)
+
+
+async def _serve(config: ServeConfig, build: Build, metrics: EngineMetrics) -> None:
     stopping = stop_on_signals()
     server = GrpcServer()
     address = join_address(config.host, await server.start(config.host, config.grpc_port))
@@ -115,8 +126,9 @@ async def serve(config: ServeConfig, build: Build) -> None:
             chat_template=built.chat_template,
         )
     )
+    metrics.open(built.engine)
     announce(f"ready: {built.served_name} on {address}")
-    member = await _join(config, built.engine.replica, address)
+    metrics.member = member = await _join(config, built.engine.replica, address)
     # ended() gives no result, as stopping does not: which came first shows in the event.
     await unless(stopping, asyncio.ensure_future(built.engine.ended()))
     if member is not None:
@@ -126,6 +138,7 @@ async def serve(config: ServeConfig, build: Build) -> None:
         await server.stop()
         raise EngineFailedError("the engine cannot go on; the log says why")
     log.info("draining for at most %g s", config.drain_timeout)
+    metrics.close()
     await server.close()
     await built.engine.drain(config.drain_timeout)
     if member is not None:

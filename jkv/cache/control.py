@@ -55,6 +55,7 @@ class CacheStats:
     pending_writes: int = 0
     gated_loads: int = 0  # loads not made because computing is faster
     late_loads: int = 0  # loads cut off at their deadline
+    peer_tokens: int = 0  # hit tokens of pages that came from other engines
 
 
 class CacheControl(Protocol):

@@ -48,7 +48,7 @@ class TierCounts:
 class Counts:
     by_tier: dict[Tier, TierCounts] = field(default_factory=lambda: {t: TierCounts() for t in Tier})
     late_loads: int = 0
-    peer_pages: int = 0  # that requests took from other engines
+    peer_tokens: int = 0  # of prompts, whose pages requests took from other engines
 
 
 class TierLookup:
@@ -109,7 +109,7 @@ class TierLookup:
     def count_hit(self, source: Source, tokens: int) -> None:
         """A request took a page from there, for this many of its tokens; the tiers above lacked it."""
         if source == PEER:
-            self.counts.peer_pages += 1
+            self.counts.peer_tokens += tokens
             return
         tier = Tier(source)
         counts = self.counts.by_tier[tier]

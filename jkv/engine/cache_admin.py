@@ -36,6 +36,7 @@ class CacheAdmin:
             pending_writes=lower.pending_writes,
             gated_loads=lower.gate.gated,
             late_loads=lower.counts.late_loads,
+            peer_tokens=lower.counts.peer_tokens,
         )
 
     def lookup(self, infos: Sequence[PageInfo], prompt_tokens: int) -> Mapping[Tier, int]:

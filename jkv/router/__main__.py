@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from jkv.api.listening import join_address
 from jkv.errors import ConfigError, JkvError
+from jkv.metrics import exporting
 from jkv.process import announce, stop_on_signals, unless
 from jkv.router.config import RouterConfig, parse_config
 from jkv.router.etcd import Etcd, etcd_options
@@ -42,6 +43,7 @@ async def route(config: RouterConfig) -> None:
     stopping = stop_on_signals()
     async with contextlib.AsyncExitStack() as stack:
         router = _router(config, stack)
+        await stack.enter_async_context(exporting(config, router.metrics.read))
         address = join_address(config.host, await router.start(config.host, config.grpc_port))
         announce(f"listening on {address}, waiting for engines")
         try:

@@ -35,6 +35,8 @@ async def attempt(sent: Sent, call: Any, work: Coroutine[Any, Any, Failure | Non
 def count(sent: Sent, failure: Failure | None) -> Failure | None:
     """Keep account of successes and failures, for the requests that come after; returns the failure."""
     engine = sent.engine
+    if failure is not None:
+        engine.failures["silent" if sent.moved else failure.kind.value] += 1
     if sent.moved:
         return failure  # for its silence, by which it is known already
     if failure is None:

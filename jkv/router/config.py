@@ -10,18 +10,14 @@ from jkv.cluster_config import ClusterConfig, parse_addresses
 from jkv.errors import ConfigError
 from jkv.flags import flag
 from jkv.router.policy import POLICIES
+from jkv.server_config import ServerConfig, grpc_port_flag
 
-_LEVELS = ("debug", "info", "warning", "error")
-_ROUTING, _SERVER = "routing", "server"
+_ROUTING = "routing"
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterConfig(ClusterConfig):
-    """Everything `python -m jkv.router` can be told.
-
-    Raises:
-        ConfigError: a value out of its range, or values that contradict each other.
-    """
+class _RoutingConfig:
+    """The part of `RouterConfig` that says which engines there are and how they are chosen."""
 
     engines: str | None = flag(
         group="cluster",
@@ -48,27 +44,24 @@ class RouterConfig(ClusterConfig):
         "on elsewhere",
     )
 
-    host: str = flag("127.0.0.1", group=_SERVER, help="address to listen on; 0.0.0.0 for all of IPv4")
-    grpc_port: int = flag(
-        50050, group=_SERVER, metavar="PORT", minimum=0, maximum=65535, help="gRPC port; 0 picks a free one"
-    )
-    drain_timeout: float = flag(
-        30.0,
-        group=_SERVER,
-        metavar="SECONDS",
-        minimum=0,
-        help="how long running requests may go on after SIGTERM before they are cancelled",
-    )
-    log_level: str = flag("info", group=_SERVER, choices=_LEVELS, help="least severe messages to log")
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig(ServerConfig, _RoutingConfig, ClusterConfig):
+    """Everything `python -m jkv.router` can be told; of its bases the last one's flags come first in help.
+
+    Raises:
+        ConfigError: a value out of its range, or values that contradict each other.
+    """
+
+    grpc_port: int = grpc_port_flag(50050)
 
     def __post_init__(self) -> None:
         flags.check(self)
         self.check_cluster()
+        self.check_server()
         if (self.etcd is None) == (self.engines is None):
             raise ConfigError("give either --etcd HOST:PORT, or --engines HOST:PORT,... for a fixed set")
         _ = self.engine_addresses
-        if not self.host.strip():
-            raise ConfigError(f"--host {self.host!r}: must not be empty")
 
     @property
     def engine_addresses(self) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -43,6 +44,18 @@ class EngineState(StrEnum):
     DRAINING = "draining"
 
 
+@dataclass(frozen=True, kw_only=True)
+class SelfTest:
+    """What came of asking an engine for a prompt twice. `verdict` is `pending`, `passed`, or `failed: ` and why.
+
+    The tokens are those that the index had of it the second time, and those that the engine had cached.
+    """
+
+    verdict: str = "pending"
+    predicted_tokens: int = 0
+    cached_tokens: int = 0
+
+
 @dataclass(eq=False)
 class Sent:
     """A request that an engine has. `moved` says that the router took it away, to send it elsewhere."""
@@ -74,10 +87,11 @@ class Engine:
     failure: str = "not connected yet"
     heard: float = field(default_factory=time.monotonic)
     full_until: float = 0.0
-    self_test: str = "pending"
+    self_test: SelfTest = SelfTest()
     # Its name in the index: a new one for an engine that comes back while this one still leaves.
     holder: str = field(default_factory=lambda: f"holder-{next(_HOLDERS)}")
     sent: set[Sent] = field(default_factory=set)
+    failures: Counter[str] = field(default_factory=Counter)  # of requests that it had, by kind
 
     def __post_init__(self) -> None:
         self.breaker = Breaker(time.monotonic)
@@ -125,7 +139,7 @@ class Engine:
 
     def started(self) -> None:
         """It is another process now, which has not failed yet."""
-        self.self_test, self.breaker, self.full_until = "pending", Breaker(time.monotonic), 0.0
+        self.self_test, self.breaker, self.full_until = SelfTest(), Breaker(time.monotonic), 0.0
 
     def disconnected(self, why: str) -> None:
         """Its stream of events has ended."""

@@ -64,6 +64,7 @@ class EngineLoads:
     def __init__(self, clock: Callable[[], float]) -> None:
         self.report: LoadReport = NothingReported()
         self.chosen_at = 0  # on the chooser's own count: engines that are equal take turns
+        self.sent = 0  # requests, since the start
         self._clock, self._reported_at = clock, float("-inf")
         self._in_flight: dict[InFlight, None] = {}
         self._unreported: dict[InFlight, None] = {}
@@ -98,6 +99,7 @@ class EngineLoads:
 
     def send(self, pages: Sequence[int], prefill_tokens: int) -> InFlight:
         """A request goes to this engine now."""
+        self.sent += 1
         request = InFlight(pages=pages, prefill_tokens=prefill_tokens, sent_at=self._clock())
         self._in_flight[request] = self._unreported[request] = None
         self._coming.update(pages)

@@ -6,7 +6,9 @@ import asyncio
 import logging
 import secrets
 import uuid
+from collections import Counter
 from collections.abc import Sequence
+from enum import StrEnum
 from typing import Any, Protocol
 
 from jkv.api import jkv_pb2 as pb
@@ -25,6 +27,13 @@ log = logging.getLogger(__name__)
 
 ENGINE_KEY = "jkv-engine"
 _RETRY_AFTER_S = 1.0
+
+
+class Stage(StrEnum):
+    """How far an answer was when its engine failed."""
+
+    BEFORE_FIRST_TOKEN = "before_first_token"
+    MID_STREAM = "mid_stream"
 
 
 class Chooser(Protocol):
@@ -49,6 +58,13 @@ class Proxy(pb_grpc.GenerationServicer):
         self._max_in_flight = max_in_flight
         self._running = Running()
         self._closed = False
+        # Requests that another engine, or the same one, was asked to go on with.
+        self.retries: Counter[Stage] = Counter()
+
+    @property
+    def running(self) -> int:
+        """Generates in flight."""
+        return self._running.count
 
     def close(self) -> None:
         """Take no new requests."""
@@ -105,7 +121,7 @@ class Proxy(pb_grpc.GenerationServicer):
         check_input(request, has_tokenizer=True)
         ids = await self._texts.token_ids(request)
         answer = Answer(request, ids, new_id=uuid.uuid4().hex, seed=secrets.randbits(64))
-        relay = _Relay(self._fleet, self._chooser, request, answer, context)
+        relay = _Relay(self._fleet, self._chooser, request, answer, context, self.retries)
         try:
             await relay.run(answer.indexes)
         except BaseExceptionGroup as group:  # of answers that went on apart
@@ -131,8 +147,10 @@ class _Relay:
         request: pb.GenerateRequest,
         answer: Answer,
         context: Context,
+        retries: Counter[Stage],
     ) -> None:
         self._fleet, self._chooser, self._answer, self._context = fleet, chooser, answer, context
+        self._retries = retries
         self._model, self._salt = request.model, None if request.no_cache else request.cache_salt
         self._writing = asyncio.Lock()
         self.served: list[str] = []  # engines that sent a part, in order
@@ -154,6 +172,7 @@ class _Relay:
                 details = failure.status.details
                 log.warning("request %s on %s: %s", self._answer.request_id, sent.engine.id, details)
             await asyncio.sleep(retries.note(sent.engine.name, failure))
+            self._retries[Stage.MID_STREAM if self._answer.started else Stage.BEFORE_FIRST_TOKEN] += 1
             if self._answer.started and len(part) > 1:
                 async with asyncio.TaskGroup() as group:
                     for index in self._answer.unfinished(part):

@@ -87,7 +87,7 @@ class RouterServicer(pb_grpc.RouterServicer):
             pages=self._view.pages_by_tier(engine),
             lag_s=engine.lag_s,
             in_flight=len(engine.sent),
-            self_test=engine.self_test,
+            self_test=engine.self_test.verdict,
             shards=0 if self._shards is None else self._shards.of(engine.id),
         )
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import grpc
 
 from jkv.api import jkv_pb2 as pb
-from jkv.router.engines import Engine
+from jkv.router.engines import Engine, SelfTest
 
 _TIMEOUT_S = 30.0
 _NEWS_S = 5.0  # for the pages to show in the index
@@ -23,23 +23,23 @@ _PAGES = 2
 Predict = Callable[[Engine, Sequence[int], str], int]
 
 
-async def self_test(engine: Engine, predict: Predict) -> str:
-    """`passed`, or `failed: ` and why. `predict`: how many tokens of a prompt the index has, under a salt."""
+async def self_test(engine: Engine, predict: Predict) -> SelfTest:
+    """`predict`: how many tokens of a prompt the index has, under a salt."""
     try:
         async with asyncio.timeout(_TIMEOUT_S):
             return await _test(engine, predict)
     except TimeoutError:
-        return f"failed: no answer in {_TIMEOUT_S:g} s"
+        return _failed(f"no answer in {_TIMEOUT_S:g} s")
     except grpc.aio.AioRpcError as error:
-        return f"failed: {error.code().name}: {error.details()}"
+        return _failed(f"{error.code().name}: {error.details()}")
 
 
-async def _test(engine: Engine, predict: Predict) -> str:
+async def _test(engine: Engine, predict: Predict) -> SelfTest:
     answer = await engine.generation.ListModels(pb.ListModelsRequest())
     model = answer.models[0]
     pages = min(_PAGES, (model.max_model_len - 2) // model.page_size)
     if pages < 1:
-        return "failed: no prompt has a full page"
+        return _failed("no prompt has a full page")
     ids = [(7 * i + 1) % model.vocab_size for i in range(pages * model.page_size + 1)]
     salt = f"jkv-self-test-{uuid.uuid4().hex}"
     await _cached(engine, ids, salt)
@@ -49,9 +49,18 @@ async def _test(engine: Engine, predict: Predict) -> str:
             break
         await asyncio.sleep(_POLL_S)
     actual = await _cached(engine, ids, salt)
+    tokens = {"predicted_tokens": predicted, "cached_tokens": actual}
     if predicted != actual:
-        return f"failed: the index has {predicted} tokens of a prompt, of which {actual} are cached"
-    return "passed" if actual else "failed: a prompt that was just computed is not cached"
+        return _failed(
+            f"the index has {predicted} tokens of a prompt, of which {actual} are cached", **tokens
+        )
+    if not actual:
+        return _failed("a prompt that was just computed is not cached", **tokens)
+    return SelfTest(verdict="passed", **tokens)
+
+
+def _failed(why: str, **tokens: int) -> SelfTest:
+    return SelfTest(verdict=f"failed: {why}", **tokens)
 
 
 async def _cached(engine: Engine, ids: Sequence[int], salt: str) -> int:

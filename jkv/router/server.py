@@ -11,6 +11,7 @@ from jkv.router.config import RouterConfig
 from jkv.router.engines import Engine, settle
 from jkv.router.fleet import Fleet
 from jkv.router.membership import MemberChange, Membership
+from jkv.router.metrics import RouterMetrics
 from jkv.router.proxy import Proxy
 from jkv.router.router_servicer import RouterServicer
 from jkv.router.selftest import self_test
@@ -40,12 +41,14 @@ class Router:
             forget=self._view.forget,
             self_test=self._self_test,
         )
-        texts = Texts(self._fleet, TokenCache(_TOKEN_CACHE_BYTES))
+        tokens = TokenCache(_TOKEN_CACHE_BYTES)
+        texts = Texts(self._fleet, tokens)
         self._proxy = Proxy(self._fleet, self._view, texts, config.max_in_flight)
         self._listener = Listener()
         self._listener.add("Generation", self._proxy)
         router = RouterServicer(config, self._fleet, self._view, texts, membership, shards)
         self._listener.add("Router", router)
+        self.metrics = RouterMetrics(self._fleet, self._view, self._proxy, tokens, membership)
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self, host: str, port: int) -> int:
@@ -90,8 +93,8 @@ class Router:
 
     async def _self_test(self, engine: Engine) -> None:
         engine.self_test = await self_test(engine, self._view.predict)
-        if engine.self_test != "passed":
-            log.warning("engine %s: the self-test %s", engine.id, engine.self_test)
+        if engine.self_test.verdict != "passed":
+            log.warning("engine %s: the self-test %s", engine.id, engine.self_test.verdict)
 
     async def _tick(self) -> None:
         while True:

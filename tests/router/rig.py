@@ -108,7 +108,9 @@ async def rig_for(engines: list[Double], **flags: Any) -> AsyncGenerator[Rig, No
     rig = Rig(router, f"127.0.0.1:{await router.start('127.0.0.1', 0)}")
     try:
         await until(
-            lambda: len([e for e in router._fleet.engines if e.self_test != "pending"]) == len(engines)
+            lambda: (
+                len([e for e in router._fleet.engines if e.self_test.verdict != "pending"]) == len(engines)
+            )
         )
         for engine in engines:
             engine.requests.clear()

@@ -66,7 +66,7 @@ async def _digests(rig: Rig, ids: list[str]) -> list[pb.DigestResponse]:
 
 
 def _passed(rig: Rig) -> list[str]:
-    return sorted(one.id for one in rig.router._fleet.engines if one.self_test == "passed")
+    return sorted(one.id for one in rig.router._fleet.engines if one.self_test.verdict == "passed")
 
 
 def test_engines_come_and_go_two_routers_agree_and_a_new_one_is_ready_at_once(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jkv.api import jkv_pb2 as pb
 from jkv.cache.pages import Tier
-from jkv.router.engines import Engine
+from jkv.router.engines import Engine, SelfTest
 from jkv.router.follow import Follower, GapError, RefusedError
 from tests.router.doubles import Double
 from tests.router.rig import Rig, cluster, prompt, rig_for, until
@@ -147,9 +147,9 @@ def test_a_snapshot_of_a_new_process_replaces_all_and_joins_again() -> None:
         one.take(_event(5, added=(1,), reset=True))
         one.take(_event(5, added=(2,), reset=True))
         assert (one.held(), one.joined) == ({2}, 1)
-        one.engine.self_test = "passed"
+        one.engine.self_test = SelfTest(verdict="passed")
         one.take(_event(0, added=(3,), reset=True, incarnation="second"))
-        assert (one.held(), one.joined, one.engine.self_test) == ({3}, 2, "pending")
+        assert (one.held(), one.joined, one.engine.self_test) == ({3}, 2, SelfTest())
 
     _followed(check)
 
@@ -256,7 +256,7 @@ def test_death_forgets_the_memory_of_a_process_and_its_successor_starts_anew() -
             assert (await rig.status())["one"].state == "connecting"
             assert (await rig.generate(prompt())).engines() == ["two"]
             await one.restart()
-            await until(lambda: rig.router._fleet.engines[0].self_test == "passed")
+            await until(lambda: rig.router._fleet.engines[0].self_test.verdict == "passed")
             await _agree(rig, one, two)
             assert (await rig.status())["one"].state == "serving"
 
@@ -274,7 +274,8 @@ def test_a_connection_that_breaks_for_a_moment_goes_on_where_it_was() -> None:
             await one.start(int(one.address.rpartition(":")[2]))  # the same incarnation
             one.publish(one.change("l1", [_key(2)]))
             await _agree(rig, one)
-            assert rig.router._fleet.engines[0].self_test == tested == "passed"
+            assert rig.router._fleet.engines[0].self_test is tested
+            assert tested.verdict == "passed"
 
     asyncio.run(run())
 

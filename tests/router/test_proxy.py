@@ -101,7 +101,9 @@ def test_an_engines_refusal_is_the_clients_answer_in_the_clients_words() -> None
                 engine.Generate = refuse  # type: ignore[method-assign]
                 await engine.kill()
                 await engine.restart()
-            await until(lambda: all(e.self_test.startswith("failed") for e in rig.router._fleet.engines))
+            await until(
+                lambda: all(e.self_test.verdict.startswith("failed") for e in rig.router._fleet.engines)
+            )
             engines[0].requests.clear()
             reply = await rig.generate(pb.GenerateRequest(prompt="some text"))
             assert (reply.code, reply.details) == (
