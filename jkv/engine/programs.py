@@ -172,7 +172,7 @@ def _sample_program(
     def fn(
         params: Params, hidden: jax.Array, state: SamplerState[jax.Array], batch: SampleBatch[jax.Array]
     ) -> tuple[Sampled, SamplerState[jax.Array]]:
-        scores = logits(params, hidden[:rows], weights_first=plan.weights_first(rows))
+        scores = logits(plan.config, params, hidden[:rows], weights_first=plan.weights_first(rows))
         return sample(scores, state, batch)
 
     hidden = jax.ShapeDtypeStruct((plan.sample_rows, plan.config.hidden_size), plan.dtype)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+Activation = Literal["silu", "gelu_tanh"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
@@ -32,10 +34,13 @@ class RopeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A pre-norm decoder with gated MLP and grouped-query attention: Llama, Mistral, Qwen2, Qwen3.
+    """A pre-norm decoder with gated MLP and grouped-query attention: Llama, Mistral, Qwen2 and 3, Gemma 2
+    and 3.
 
     `windows[i]` is layer i's sliding window in tokens (a query sees itself and the `window - 1` before it),
-    or None.
+    or None. Layers with a window take `local_rope` where it is given. Norms multiply by 1 + weight where
+    `norm_offset`; attention's and the MLP's outputs are normed before they are added where `output_norms`;
+    `scale_embeddings` is by the root of `hidden_size`; a soft cap turns a logit x into `cap * tanh(x / cap)`.
     """
 
     architecture: str
@@ -55,5 +60,13 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    activation: Activation = "silu"
+    attention_scale: float | None = None  # on q . k; None is head_dim ** -0.5
+    attention_soft_cap: float | None = None
+    final_soft_cap: float | None = None
+    norm_offset: bool = False
+    output_norms: bool = False
+    scale_embeddings: bool = False
+    local_rope: RopeConfig | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()

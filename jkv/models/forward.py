@@ -14,7 +14,15 @@ from jax.typing import DTypeLike
 from jkv.kernels.batch import StepBatch
 from jkv.kernels.kv_pool import KvArrays
 from jkv.models.config import ModelConfig
-from jkv.models.decoder import LayerContext, StepShape, layer_context, layer_windows, product, rms_norm
+from jkv.models.decoder import (
+    LayerContext,
+    LayerKind,
+    StepShape,
+    layer_context,
+    layer_kinds,
+    product,
+    rms_norm,
+)
 from jkv.models.params import Params, layer_definition
 
 _Carry = tuple[jax.Array, KvArrays[jax.Array]]
@@ -43,40 +51,41 @@ def forward(
     definition, _ = layer_definition(config, dtype)
     ids = jnp.where(batch.token_ids < 0, last_tokens[-1 - batch.token_ids], batch.token_ids)
     x = params.embed[ids].astype(dtype)
-    context = layer_context(config, batch)
-    windows = jnp.asarray(layer_windows(config), jnp.int32)
+    if config.scale_embeddings:
+        x = x * jnp.asarray(config.hidden_size**0.5, dtype)  # the factor rounded first, as transformers does
+    context, kinds = layer_context(config, batch), layer_kinds(config)
     if shape.unroll_layers:
         # Jitted so that the layers share one trace; XLA inlines them again.
         layer_fn = jax.jit(partial(_layer, definition, shape))
         for i, state in enumerate(params.layers):
-            x, pool = layer_fn(state, jnp.int32(i), windows[i], x, pool, context)
+            x, pool = layer_fn(state, jax.tree.map(lambda n, i=i: n[i], kinds), x, pool, context)
     else:
 
         def body(
             carry: tuple[jax.Array, KvArrays[jax.Array]], layer: Any
         ) -> tuple[tuple[jax.Array, KvArrays[jax.Array]], None]:
-            (state, index, window), (x, pool) = layer, carry
-            return _layer(definition, shape, state, index, window, x, pool, context), None
+            (state, kind), (x, pool) = layer, carry
+            return _layer(definition, shape, state, kind, x, pool, context), None
 
-        layers = (params.layers, jnp.arange(config.num_layers, dtype=jnp.int32), windows)
-        (x, pool), _ = lax.scan(body, (x, pool), layers)
-    return rms_norm(x[batch.sample_rows], params.norm, config.rms_norm_eps), pool
+        (x, pool), _ = lax.scan(body, (x, pool), (params.layers, kinds))
+    return rms_norm(x[batch.sample_rows], params.norm, config.rms_norm_eps, offset=config.norm_offset), pool
 
 
-def logits(params: Params, hidden: jax.Array, *, weights_first: bool) -> jax.Array:
+def logits(config: ModelConfig, params: Params, hidden: jax.Array, *, weights_first: bool) -> jax.Array:
     """`[S, hidden]` to float32 `[S, vocab]`; `weights_first` as in `product`."""
     head = params.embed if params.head is None else params.head
-    return product(hidden, head, weights_first=weights_first, dtype=jnp.float32)
+    scores = product(hidden, head, weights_first=weights_first, dtype=jnp.float32)
+    cap = config.final_soft_cap
+    return scores if cap is None else cap * jnp.tanh(scores / cap)
 
 
 def _layer(
     definition: nnx.GraphDef,
     shape: StepShape,
     state: Any,
-    index: jax.Array,
-    window: jax.Array,
+    kind: LayerKind,
     x: jax.Array,
     pool: KvArrays[jax.Array],
     context: LayerContext,
 ) -> tuple[jax.Array, KvArrays[jax.Array]]:
-    return nnx.merge(definition, state)(x, pool, index, window, context, shape)
+    return nnx.merge(definition, state)(x, pool, kind, context, shape)

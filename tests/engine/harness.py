@@ -108,7 +108,7 @@ class Bench:
         self.one(dataclasses.replace(request, sampling=SamplingParams(max_tokens=1)))
         self.runner._sample = sample
         (hidden,) = kept
-        return np.asarray(logits(self.runner._head, hidden, weights_first=False))[0]
+        return np.asarray(logits(self.runner.plan.config, self.runner._head, hidden, weights_first=False))[0]
 
     def matched_tokens(self, request: EngineRequest) -> int:
         """Tokens a hit saves when every full page of the prompt is cached."""

@@ -92,7 +92,7 @@ class Model:
             hidden, pool = self.compiled[step_name(step.tokens)](self.params, pool, last_tokens, step.batch)
         assert hidden is not None
         count = min(len(prompt) - (cuts[-1] if cuts else 0), _ROWS)
-        return np.asarray(logits(self.params, hidden, weights_first=False))[-count:]
+        return np.asarray(logits(self.plan.config, self.params, hidden, weights_first=False))[-count:]
 
 
 @in_both_dialects
