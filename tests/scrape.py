@@ -12,7 +12,7 @@ class Samples:
 
     def __init__(self, text: str) -> None:
         found = [one for family in text_string_to_metric_families(text) for one in family.samples]
-        self._values = {
+        self._values: dict[tuple[str, ...], float] = {
             (one.name, *(one.labels[label] for label in sorted(one.labels))): one.value for one in found
         }
 

@@ -6,8 +6,8 @@ import asyncio
 import socket
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +31,18 @@ COUNTED = EngineStats(
     waiting=3,
     l1=L1Counts(total=10, free=5, in_use=1, cached=4),
 )
+
+
+@dataclass(frozen=True)
+class _Engine:
+    stats: EngineStats
+    cache: ScriptedCache
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Member:
+    registered: bool
+    recording: bool | None
 
 
 def _free_port() -> int:
@@ -59,8 +71,8 @@ def test_it_tells_what_engine_cache_and_membership_count() -> None:
             assert before.names == {"jkv_serving"}
             assert before["jkv_serving"] == 0
             assert before["process_resident_memory_bytes"] > 0
-            metrics.open(SimpleNamespace(stats=COUNTED, cache=ScriptedCache()))
-            metrics.member = SimpleNamespace(registered=True, recording=False)
+            metrics.open(_Engine(COUNTED, ScriptedCache()))
+            metrics.member = _Member(registered=True, recording=False)
             found = await ask()
             metrics.close()
             assert (await ask())["jkv_serving"] == 0
@@ -89,7 +101,7 @@ def test_a_cache_that_does_not_answer_leaves_the_rest() -> None:
         cache = ScriptedCache()
         cache.failure = ShuttingDownError("the engine has stopped")
         metrics = EngineMetrics()
-        metrics.open(SimpleNamespace(stats=COUNTED, cache=cache))
+        metrics.open(_Engine(COUNTED, cache))
         async with _exported(metrics) as ask:
             found = await ask()
         assert found["jkv_generated_tokens_total"] == 7
