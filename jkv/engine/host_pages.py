@@ -1,4 +1,6 @@
-"""Pages of the KV cache in host memory, and as the bytes that other tiers keep."""
+"""Pages of the KV cache in host memory, and as the bytes that other tiers keep: the same for any number of
+devices that share a model.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,16 @@ def page_ready(page: HostPage) -> bool:
     return all(x.is_ready() for x in jax.tree.leaves(page))
 
 
-def page_to_bytes(page: HostPage) -> np.ndarray:
-    """A page's bytes, flat uint8, scales after values; waits until it has arrived. Without scales a read-only
-    view, on CPU of the page itself.
+def page_to_bytes(page: HostPage, shape: PoolShape) -> np.ndarray:
+    """A page's bytes, flat uint8, scales after values; waits until it has arrived. On one device and without
+    scales a read-only view, on CPU of the page itself.
     """
-    parts = [np.asarray(x).reshape(-1).view(np.uint8) for x in jax.tree.leaves(page)]
+    parts = [_all_heads(x, shape).reshape(-1).view(np.uint8) for x in jax.tree.leaves(page)]
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def page_from_bytes(data: np.ndarray, shape: PoolShape) -> KvArrays[np.ndarray]:
-    """The arrays, views of `data`, that `page_to_bytes` made bytes of.
+    """The arrays, views of `data` where their layers divide, that `page_to_bytes` made bytes of.
 
     Raises:
         ValueError: not the bytes of one page.
@@ -36,7 +38,23 @@ def page_from_bytes(data: np.ndarray, shape: PoolShape) -> KvArrays[np.ndarray]:
     leaves, tree = jax.tree.flatten(shape.abstract_page())
     start = 0
     for leaf in leaves:
-        end = start + leaf.size * leaf.dtype.itemsize
-        arrays.append(data[start:end].view(leaf.dtype).reshape(leaf.shape))
+        heads = (shape.kv_heads, shape.layers, *leaf.shape[2:])
+        end = start + int(np.prod(heads)) * leaf.dtype.itemsize
+        arrays.append(_split_layers(data[start:end].view(leaf.dtype).reshape(heads), leaf.shape, shape))
         start = end
     return jax.tree.unflatten(tree, arrays)
+
+
+def _all_heads(x: jax.Array, shape: PoolShape) -> np.ndarray:
+    """`[kv_heads, layers, ...]` of an array that may lie over several devices."""
+    shards = sorted(x.addressable_shards, key=lambda s: s.index[0].start or 0)
+    parts = [np.asarray(s.data) for s in shards]
+    array = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    return array.reshape(shape.kv_heads, -1, *x.shape[2:])[:, : shape.layers]
+
+
+def _split_layers(heads: np.ndarray, split: tuple[int, ...], shape: PoolShape) -> np.ndarray:
+    missing = split[1] * shape.copies - shape.layers
+    if missing:
+        heads = np.pad(heads, [(0, 0), (0, missing), *[(0, 0)] * (heads.ndim - 2)])
+    return heads.reshape(split)

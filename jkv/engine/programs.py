@@ -11,18 +11,22 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jkv.engine.sampling import SampleBatch, Sampled, SamplerState, admit, sample
 from jkv.kernels.attention import AttentionSpec
 from jkv.kernels.batch import StepBatch
 from jkv.kernels.kv_pool import KvArrays, PoolShape
+from jkv.kernels.mesh import PAGE, WHOLE, placed, pool_partition, shardings, tp_of, whole
 from jkv.kernels.page_transfer import gather_pages, scatter_pages
+from jkv.kernels.split_transfer import gather_split_pages, scatter_split_pages
 from jkv.kernels.xla_attention import BATCH_INVARIANT_BLOCKS, AttentionBlocks
 from jkv.models.config import ModelConfig
 from jkv.models.decoder import StepShape
 from jkv.models.forward import forward, logits
 from jkv.models.params import Params, abstract_params
+from jkv.models.sharding import widened
 
 _FEW_ROWS = 32
 
@@ -32,17 +36,22 @@ Platform = Literal["cpu", "tpu", "gpu"]
 @dataclass(frozen=True, kw_only=True)
 class Program:
     """One dispatched function with the shapes it is compiled for; `donated` arguments are updated in
-    place.
+    place. `out_shardings`, of which None leaves the choice to the compiler, are for outputs over a mesh.
     """
 
     name: str
     fn: Callable[..., Any]
     args: tuple[Any, ...]
     donated: tuple[int, ...]
+    out_shardings: Any = None
 
     def lower(self, args: tuple[Any, ...] | None = None) -> jax.stages.Lowered:
         """Lowers for the default backend, or for the devices that the shardings of `args` name."""
-        return jax.jit(self.fn, donate_argnums=self.donated).lower(*(self.args if args is None else args))
+        return self.jitted().lower(*(self.args if args is None else args))
+
+    def jitted(self) -> Any:
+        """The function as jax traces it."""
+        return jax.jit(self.fn, donate_argnums=self.donated, out_shardings=self.out_shardings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +59,8 @@ class ProgramPlan:
     """What decides which programs an engine has.
 
     `batch_invariant` leaves out the buckets and block sizes whose rows would round differently: a product of
-    one row, and key blocks that differ between prefill and decode.
+    one row, and key blocks that differ between prefill and decode. `mesh` has the devices that share the
+    model, as many as `pool.tp`; None is one device.
     """
 
     platform: Platform
@@ -61,6 +71,23 @@ class ProgramPlan:
     max_batched_tokens: int
     table_width: int
     batch_invariant: bool
+    mesh: Mesh | None = None
+
+    def __post_init__(self) -> None:
+        assert self.pool.tp == tp_of(self.mesh)
+
+    def abstract_pool(self) -> KvArrays[jax.ShapeDtypeStruct]:
+        """Shapes, dtypes and shardings of the KV pool."""
+        pool = self.pool.abstract_pool()
+        return placed(pool, self.mesh, pool_partition(pool))
+
+    def abstract_state(self) -> SamplerState[jax.ShapeDtypeStruct]:
+        """Shapes, dtypes and shardings of what the sampler remembers: every device has all of it."""
+        return placed(SamplerState.abstract(self.max_num_seqs, self.config.vocab_size), self.mesh)
+
+    def sharding(self, partition: PartitionSpec, memory_kind: str | None = None) -> NamedSharding | None:
+        """Of a program's output; None where there is one device."""
+        return None if self.mesh is None else NamedSharding(self.mesh, partition, memory_kind=memory_kind)
 
     @property
     def unroll_layers(self) -> bool:
@@ -75,7 +102,7 @@ class ProgramPlan:
     @property
     def attention(self) -> AttentionSpec:
         blocks = BATCH_INVARIANT_BLOCKS if self.batch_invariant else AttentionBlocks()
-        return AttentionSpec(kernel="xla", blocks=blocks)
+        return AttentionSpec(kernel="xla", blocks=blocks, mesh=self.mesh)
 
     def weights_first(self, rows: int) -> bool:
         """How a program multiplies `rows` rows by the weights (see `jkv.models.decoder.product`).
@@ -115,14 +142,13 @@ def table_width(max_model_len: int, page_size: int) -> int:
 
 def programs(plan: ProgramPlan) -> Iterator[Program]:
     """All programs of a plan, cheapest to compile first."""
-    params = abstract_params(plan.config, plan.dtype, stacked=not plan.unroll_layers)
-    state = SamplerState.abstract(plan.max_num_seqs, plan.config.vocab_size)
-    yield _admit_program(plan, state)
+    params = abstract_params(plan.config, plan.dtype, stacked=not plan.unroll_layers, mesh=plan.mesh)
+    yield _admit_program(plan)
     for count in plan.page_buckets:
         yield _gather_program(plan, count)
         yield _scatter_program(plan, count)
     for rows in plan.sample_buckets:
-        yield _sample_program(plan, params, state, rows)
+        yield _sample_program(plan, params, rows)
     for tokens in plan.token_buckets:
         yield _step_program(plan, params, tokens)
 
@@ -153,61 +179,87 @@ def _step_program(plan: ProgramPlan, params: Params, tokens: int) -> Program:
         unroll_layers=plan.unroll_layers,
         weights_first=plan.weights_first(tokens),
     )
+    pool, last_tokens = plan.abstract_pool(), jax.ShapeDtypeStruct((plan.max_num_seqs,), jnp.int32)
+    batch = StepBatch.abstract(tokens, plan.max_num_seqs, plan.table_width, plan.sample_rows)
     return Program(
         name=step_name(tokens),
-        fn=partial(forward, plan.config, plan.dtype, shape),
-        args=(
-            params,
-            plan.pool.abstract_pool(),
-            jax.ShapeDtypeStruct((plan.max_num_seqs,), jnp.int32),
-            StepBatch.abstract(tokens, plan.max_num_seqs, plan.table_width, plan.sample_rows),
-        ),
+        fn=partial(forward, widened(plan.config, plan.pool.tp), plan.dtype, shape),
+        args=(params, pool, placed(last_tokens, plan.mesh), placed(batch, plan.mesh)),
         donated=(1,),
+        out_shardings=None if plan.mesh is None else (plan.sharding(WHOLE), shardings(pool)),
     )
 
 
-def _sample_program(
-    plan: ProgramPlan, params: Params, state: SamplerState[jax.ShapeDtypeStruct], rows: int
-) -> Program:
+def _sample_program(plan: ProgramPlan, params: Params, rows: int) -> Program:
     def fn(
         params: Params, hidden: jax.Array, state: SamplerState[jax.Array], batch: SampleBatch[jax.Array]
     ) -> tuple[Sampled, SamplerState[jax.Array]]:
         scores = logits(plan.config, params, hidden[:rows], weights_first=plan.weights_first(rows))
-        return sample(scores, state, batch)
+        return sample(whole(scores, plan.mesh), state, batch)
 
     hidden = jax.ShapeDtypeStruct((plan.sample_rows, plan.config.hidden_size), plan.dtype)
-    args = (params.head_only(), hidden, state, SampleBatch.abstract(rows))
-    return Program(name=sample_name(rows), fn=fn, args=args, donated=(2,))
+    return Program(
+        name=sample_name(rows),
+        fn=fn,
+        args=(
+            params.head_only(),
+            placed(hidden, plan.mesh),
+            plan.abstract_state(),
+            placed(SampleBatch.abstract(rows), plan.mesh),
+        ),
+        donated=(2,),
+        out_shardings=plan.sharding(WHOLE),
+    )
 
 
-def _admit_program(plan: ProgramPlan, state: SamplerState[jax.ShapeDtypeStruct]) -> Program:
+def _admit_program(plan: ProgramPlan) -> Program:
     def row(dtype: DTypeLike) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((plan.config.vocab_size,), dtype)
 
     slot = jax.ShapeDtypeStruct((), jnp.int32)
-    args = (state, slot, row(jnp.int32), row(jnp.bool_), row(jnp.float32))
-    return Program(name=ADMIT, fn=admit, args=args, donated=(0,))
+    history = (slot, row(jnp.int32), row(jnp.bool_), row(jnp.float32))
+    return Program(
+        name=ADMIT,
+        fn=admit,
+        args=(plan.abstract_state(), *placed(history, plan.mesh)),
+        donated=(0,),
+        out_shardings=plan.sharding(WHOLE),
+    )
 
 
 def _gather_program(plan: ProgramPlan, count: int) -> Program:
-    shape = plan.pool
+    shape, mesh = plan.pool, plan.mesh
 
     def fn(pool: KvArrays[jax.Array], numbers: jax.Array) -> tuple[KvArrays[jax.Array], ...]:
-        copies = gather_pages(pool, numbers, pages=shape.pages, kv_heads=shape.kv_heads)
+        if mesh is None:
+            copies = gather_pages(pool, numbers, pages=shape.pages, kv_heads=shape.kv_heads)
+        else:
+            copies = gather_split_pages(pool, numbers, shape=shape, mesh=mesh)
         return jax.device_put(copies, jax.memory.Space.Host) if plan.pinned_pages else copies
 
-    args = (shape.abstract_pool(), jax.ShapeDtypeStruct((count,), jnp.int32))
-    return Program(name=gather_name(count), fn=fn, args=args, donated=())
+    numbers = placed(jax.ShapeDtypeStruct((count,), jnp.int32), mesh)
+    return Program(
+        name=gather_name(count),
+        fn=fn,
+        args=(plan.abstract_pool(), numbers),
+        donated=(),
+        out_shardings=plan.sharding(PAGE, "pinned_host" if plan.pinned_pages else None),
+    )
 
 
 def _scatter_program(plan: ProgramPlan, count: int) -> Program:
-    shape = plan.pool
-    numbers, pages = jax.ShapeDtypeStruct((count,), jnp.int32), [shape.abstract_page()] * count
+    shape, mesh, pool = plan.pool, plan.mesh, plan.abstract_pool()
+    if mesh is None:
+        fn = partial(scatter_pages, pages=shape.pages, kv_heads=shape.kv_heads)
+    else:
+        fn = partial(scatter_split_pages, shape=shape, mesh=mesh)
+    numbers = placed(jax.ShapeDtypeStruct((count,), jnp.int32), mesh)
     return Program(
         name=scatter_name(count),
-        fn=partial(scatter_pages, pages=shape.pages, kv_heads=shape.kv_heads),
-        args=(shape.abstract_pool(), numbers, *pages),
+        fn=fn,
+        args=(pool, numbers, *[placed(shape.abstract_page(), mesh, PAGE)] * count),
         donated=(0,),
+        out_shardings=None if mesh is None else shardings(pool),
     )
 
 

@@ -13,16 +13,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from jkv.engine.batches import build_sampling, build_step, empty_batch
 from jkv.engine.host_pages import HostPage, page_from_bytes, page_ready, page_to_bytes
 from jkv.engine.programs import ADMIT, ProgramPlan, gather_name, sample_name, scatter_name, step_name
 from jkv.engine.request import Logprob, SamplingParams
-from jkv.engine.sampling import SampleBatch, Sampled, SamplerState
+from jkv.engine.sampling import SampleBatch, Sampled
 from jkv.engine.scheduler import Chunk
 from jkv.engine.sequence import Sequence
 from jkv.kernels.batch import StepBatch
+from jkv.kernels.mesh import PAGE
 from jkv.models.params import Params
 
 
@@ -67,7 +68,8 @@ class Runner:
     ) -> None:
         self.plan, self._params, self._compiled, self._seed = plan, params, compiled, seed
         self._head = params.head_only()
-        self._device = SingleDeviceSharding(jax.local_devices()[0])
+        one = SingleDeviceSharding(jax.local_devices()[0])
+        self._device = one if plan.mesh is None else NamedSharding(plan.mesh, PAGE)
         self._host = self._device.with_memory_kind("pinned_host") if plan.pinned_pages else self._device
         self._allocate()
 
@@ -78,9 +80,8 @@ class Runner:
         self._allocate()
 
     def _allocate(self) -> None:
-        state = SamplerState.abstract(self.plan.max_num_seqs, self.plan.config.vocab_size)
-        self._pool = jax.tree.map(_zeros, self.plan.pool.abstract_pool())
-        self._state = jax.tree.map(_zeros, state)
+        self._pool = jax.tree.map(_zeros, self.plan.abstract_pool())
+        self._state = jax.tree.map(_zeros, self.plan.abstract_state())
         self._owners: list[tuple[Sequence, int] | None] = [None] * self.plan.max_num_seqs
         self._biased = [False] * self.plan.max_num_seqs
 
@@ -143,7 +144,7 @@ class Runner:
 
     def host_bytes(self, page: HostPage) -> np.ndarray:
         """A page's bytes, flat uint8, not to be written to; waits until it has arrived. For any thread."""
-        return page_to_bytes(page)
+        return page_to_bytes(page, self.plan.pool)
 
     def host_page(self, data: np.ndarray) -> HostPage:
         """The page of which `data` are the `host_bytes`. For any thread.
@@ -211,7 +212,7 @@ class Runner:
 
 
 def _zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
-    return jnp.zeros(x.shape, x.dtype)
+    return jnp.zeros(x.shape, x.dtype, device=x.sharding)
 
 
 def _logprob(

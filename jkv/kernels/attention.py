@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 import jax
+from jax.sharding import Mesh
 
 from jkv.kernels import xla_attention
 from jkv.kernels.batch import StepBatch
 from jkv.kernels.kv_pool import KvArrays, write_kv
+from jkv.kernels.mesh import BY_HEAD, WHOLE, pool_partition
 from jkv.kernels.xla_attention import AttentionBlocks
 
 Kernel = Literal["xla"]
@@ -17,10 +19,13 @@ Kernel = Literal["xla"]
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """What a compiled step's attention is specialized on beside its arrays' shapes."""
+    """What a compiled step's attention is specialized on beside its arrays' shapes. Over a `mesh` every
+    device attends with the heads that it has (see jkv.kernels.mesh).
+    """
 
     kernel: Kernel
     blocks: AttentionBlocks
+    mesh: Mesh | None = None
 
 
 def attend(
@@ -51,8 +56,48 @@ def attend(
     Returns:
         `[T, heads, head_dim]` in q's dtype, rows of padding unspecified but finite; and the pool.
     """
-    pool = write_kv(pool, layer, pages, k, v, batch)
-    out = xla_attention.paged_attention(
+
+    def local(
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        pool: KvArrays[jax.Array],
+        layer: jax.Array,
+        batch: StepBatch[jax.Array],
+        window: jax.Array,
+    ) -> tuple[jax.Array, KvArrays[jax.Array]]:
+        pool = write_kv(pool, layer, pages, k, v, batch)
+        return _read(
+            q, pool, layer, pages, batch, window=window, scale=scale, soft_cap=soft_cap, spec=spec
+        ), pool
+
+    if spec.mesh is None:
+        return local(q, k, v, pool, layer, batch, window)
+    split = pool_partition(pool)
+    over_heads = jax.shard_map(
+        local,
+        mesh=spec.mesh,
+        in_specs=(BY_HEAD, BY_HEAD, BY_HEAD, split, WHOLE, WHOLE, WHOLE),
+        out_specs=(BY_HEAD, split),
+        check_vma=False,
+    )
+    return over_heads(q, k, v, pool, layer, batch, window)
+
+
+def _read(
+    q: jax.Array,
+    pool: KvArrays[jax.Array],
+    layer: jax.Array,
+    pages: int,
+    batch: StepBatch[jax.Array],
+    *,
+    window: jax.Array,
+    scale: float,
+    soft_cap: float | None,
+    spec: AttentionSpec,
+) -> jax.Array:
+    """The attention itself, of the heads that one device has."""
+    return xla_attention.paged_attention(
         q,
         pool,
         layer,
@@ -63,4 +108,3 @@ def attend(
         soft_cap=soft_cap,
         blocks=spec.blocks,
     )
-    return out, pool

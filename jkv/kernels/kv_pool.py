@@ -42,6 +42,10 @@ class PoolShape:
     Heads have no axis of their own: XLA:TPU tiles the last two axes, and stores a pool that ends in heads of
     64, or in 6 rows of 128, in an order that every step would first copy, padded. `dtype` is the stored one
     (see `stored_dtype`).
+
+    `tp` devices share the pool, each with `device_heads` of its heads. Where they are more than the KV heads,
+    the pool holds each of these `copies` times, next to each other; pages on their own hold each once,
+    whatever `tp`.
     """
 
     layers: int
@@ -50,16 +54,35 @@ class PoolShape:
     kv_heads: int
     head_dim: int
     dtype: DTypeLike
+    tp: int = 1
+
+    @property
+    def copies(self) -> int:
+        """Devices that hold the same KV head."""
+        return max(1, self.tp // self.kv_heads)
+
+    @property
+    def device_heads(self) -> int:
+        """KV heads in one device's part of the pool."""
+        return self.kv_heads * self.copies // self.tp
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """Of the values."""
-        return (self.layers * self.pages, self.page_size, 2 * self.kv_heads * self.head_dim)
+        width = 2 * self.kv_heads * self.copies * self.head_dim
+        return (self.layers * self.pages, self.page_size, width)
 
     @property
     def page_shape(self) -> tuple[int, int, int, int]:
         """Of the values of a page on its own, see jkv.kernels.page_transfer."""
         return (self.kv_heads, self.layers, self.page_size, 2 * self.head_dim)
+
+    @property
+    def split_page_shape(self) -> tuple[int, int, int, int]:
+        """`page_shape` as arrays have it that lie over the devices: the first axis is theirs. Copies of a
+        head share its layers, the last one's padded where they do not divide.
+        """
+        return (self.kv_heads * self.copies, -(-self.layers // self.copies), *self.page_shape[2:])
 
     @property
     def quantized(self) -> bool:
@@ -68,15 +91,29 @@ class PoolShape:
     @property
     def page_bytes(self) -> int:
         """Bytes of one page over all layers: K, V and their scales."""
+        return self._abstract_page(self.page_shape).nbytes
+
+    @property
+    def device_page_bytes(self) -> int:
+        """Bytes that one page takes in each device's part of the pool."""
+        return self.page_bytes // self.kv_heads * self.device_heads
+
+    @property
+    def host_page_bytes(self) -> int:
+        """Bytes of a page that lies over the devices, in host memory."""
         return self.abstract_page().nbytes
 
     def abstract_pool(self) -> KvArrays[jax.ShapeDtypeStruct]:
         """Shapes and dtypes of the pool."""
-        return self._abstract(self.shape, (self.shape[0], 2 * self.kv_heads * self.page_size))
+        rows, page_size, width = self.shape
+        return self._abstract(self.shape, (rows, width // self.head_dim * page_size))
 
     def abstract_page(self) -> KvArrays[jax.ShapeDtypeStruct]:
-        """Shapes and dtypes of a page on its own."""
-        return self._abstract(self.page_shape, (*self.page_shape[:2], 2 * self.page_size))
+        """Shapes and dtypes of a page on its own, as arrays have it."""
+        return self._abstract_page(self.split_page_shape)
+
+    def _abstract_page(self, values: tuple[int, ...]) -> KvArrays[jax.ShapeDtypeStruct]:
+        return self._abstract(values, (*values[:2], 2 * self.page_size))
 
     def _abstract(self, values: tuple[int, ...], scales: tuple[int, ...]) -> KvArrays[jax.ShapeDtypeStruct]:
         return KvArrays(

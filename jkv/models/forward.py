@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 
 from jkv.kernels.batch import StepBatch
 from jkv.kernels.kv_pool import KvArrays
+from jkv.kernels.mesh import whole
 from jkv.models.config import ModelConfig
 from jkv.models.decoder import (
     LayerContext,
@@ -50,7 +51,7 @@ def forward(
     """
     definition, _ = layer_definition(config, dtype)
     ids = jnp.where(batch.token_ids < 0, last_tokens[-1 - batch.token_ids], batch.token_ids)
-    x = params.embed[ids].astype(dtype)
+    x = whole(params.embed[ids].astype(dtype), shape.attention.mesh)
     if config.scale_embeddings:
         x = x * jnp.asarray(config.hidden_size**0.5, dtype)  # the factor rounded first, as transformers does
     context, kinds = layer_context(config, batch), layer_kinds(config)

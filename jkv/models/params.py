@@ -12,11 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jkv.errors import UnsupportedModelError
+from jkv.kernels.mesh import shardings, tp_of
 from jkv.models.config import ModelConfig
 from jkv.models.decoder import DecoderLayer
+from jkv.models.sharding import tensor_sharding, widened, widened_tensor
 from jkv.models.source import TensorSource
 
 _EMBED, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -47,23 +50,28 @@ def layer_definition(config: ModelConfig, dtype: DTypeLike) -> tuple[nnx.GraphDe
     return nnx.split(nnx.eval_shape(lambda: DecoderLayer(config, dtype)))
 
 
-def abstract_params(config: ModelConfig, dtype: DTypeLike, *, stacked: bool) -> Params:
-    """Shapes and dtypes of every parameter."""
+def abstract_params(
+    config: ModelConfig, dtype: DTypeLike, *, stacked: bool, mesh: Mesh | None = None
+) -> Params:
+    """Shapes, dtypes and, with a mesh, shardings of every parameter."""
+    config = widened(config, tp_of(mesh))
     _, layer = layer_definition(config, dtype)
 
-    def struct(*shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype)
+    def struct(name: str, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=tensor_sharding(name, shape, mesh))
 
-    if stacked:
-        layers = jax.tree.map(lambda x: jax.ShapeDtypeStruct((config.num_layers, *x.shape), x.dtype), layer)
-    else:
-        layers = [layer] * config.num_layers
-    vocab = struct(config.vocab_size, config.hidden_size)
+    def layer_struct(path: tuple[Any, ...], x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        sharding = tensor_sharding(_tensor_name(0, path), x.shape, mesh, stacked=stacked)
+        shape = (config.num_layers, *x.shape) if stacked else x.shape
+        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
+
+    placed = jax.tree.map_with_path(layer_struct, layer)
+    vocab = (config.vocab_size, config.hidden_size)
     return Params(
-        embed=vocab,
-        layers=layers,
-        norm=struct(config.hidden_size),
-        head=None if config.tie_embeddings else vocab,
+        embed=struct(_EMBED, *vocab),
+        layers=placed if stacked else [placed] * config.num_layers,
+        norm=struct(_NORM, config.hidden_size),
+        head=None if config.tie_embeddings else struct(_HEAD, *vocab),
     )
 
 
@@ -74,9 +82,11 @@ def load_params(
     *,
     stacked: bool,
     workers: int,
+    mesh: Mesh | None = None,
     progress: Callable[[float], None] = lambda done: None,
 ) -> Params:
-    """Reads a checkpoint into device arrays, several tensors at once.
+    """Reads a checkpoint into device arrays, several tensors at once; with a mesh, each device only gets its
+    part of them.
 
     Raises:
         UnsupportedModelError: a tensor is missing, has the wrong shape, or is not one this model has.
@@ -88,13 +98,18 @@ def load_params(
     def read(name: str) -> np.ndarray:
         nonlocal done
         array = np.asarray(_checked(name, names[name], source), dtype=jnp.dtype(dtype))
+        array = widened_tensor(name, array, config, tp_of(mesh))
         with lock:  # the share never goes back
             done += 1
             progress(done / len(names))
         return array
 
+    def read_placed(name: str) -> jax.Array:
+        array = read(name)
+        return jax.device_put(array, tensor_sharding(name, array.shape, mesh))
+
     # Stacked leaves are assembled on the host first: the device never holds a layer twice.
-    place = (lambda name: read(name)) if stacked else (lambda name: jax.device_put(read(name)))
+    place = read if stacked else read_placed
     with ThreadPoolExecutor(max_workers=workers) as pool:
         arrays = dict(zip(names, pool.map(place, names), strict=True))
     _, layer = layer_definition(config, dtype)
@@ -108,7 +123,8 @@ def load_params(
         norm=arrays[_NORM],
         head=None if config.tie_embeddings else arrays[_HEAD],
     )
-    return jax.block_until_ready(jax.device_put(params))
+    places = None if mesh is None else shardings(abstract_params(config, dtype, stacked=stacked, mesh=mesh))
+    return jax.block_until_ready(jax.device_put(params, places))
 
 
 def tensor_names(config: ModelConfig, dtype: DTypeLike) -> dict[str, tuple[int, ...]]:
