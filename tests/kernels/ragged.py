@@ -5,25 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from hypothesis import strategies as st
 
 from jkv.kernels.batch import StepBatch
 from jkv.kernels.kv_pool import KvArrays, PoolShape, stored_dtype, to_stored
 from jkv.kernels.xla_attention import (
     BATCH_INVARIANT_BLOCKS,
     BATCH_INVARIANT_CPU_OPTIONS,
-    AttentionBlocks,
     paged_attention,
 )
 
 NO_WINDOW = int(np.iinfo(np.int32).max)
 MAX_TOKENS = 1024
 MAX_SEQS = 6
+BUCKET = 64
 _LAYERS, _LAYER = 2, 1
+# On both sides of pages of 8 to 64 and of key blocks of 128 and 512.
+_BORDERS = [n + d for n in (8, 16, 64, 128, 256, 512, 1024) for d in (-1, 0, 1) if n + d <= MAX_TOKENS]
+_LENGTHS = st.one_of(st.sampled_from(_BORDERS), st.integers(1, MAX_TOKENS))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +85,22 @@ class Chunk:
         return Chunk(pages=self.pages, keys=self.keys[:end], values=self.values[:end], q=self.q[start:stop])
 
 
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[list[tuple[int, int]], int]:
+    """`(kv_len, queries)` of the sequences of a step of up to BUCKET tokens, decodes first, and how many are
+    decodes.
+    """
+    decodes = draw(st.lists(_LENGTHS, max_size=4))
+    chunks: list[tuple[int, int]] = []
+    left = BUCKET - len(decodes)
+    for _ in range(draw(st.integers(0, MAX_SEQS - len(decodes)))):
+        queries = min(draw(st.integers(2, 40)), left)
+        if queries >= 2:
+            chunks.append((max(draw(_LENGTHS), queries), queries))
+            left -= queries
+    return [(n, 1) for n in decodes] + chunks, len(decodes)
+
+
 def random_chunks(
     shape: Shape, rng: np.random.Generator, lengths: Sequence[tuple[int, int]], shared_pages: int = 0
 ) -> list[Chunk]:
@@ -111,16 +132,17 @@ def attend(
     *,
     tokens: int,
     decodes: int,
-    blocks: AttentionBlocks,
+    blocks: Any,
+    kernel: Callable[..., jax.Array] = paged_attention,
     q_dtype: str = "float32",
 ) -> np.ndarray:
-    """Runs the kernel on chunks laid out back to back in a bucket of `tokens` rows, the first `decodes` of
-    them as decodes. Returns all rows, as float32.
+    """Runs a kernel, with blocks of its kind, on chunks laid out back to back in a bucket of `tokens` rows,
+    the first `decodes` of them as decodes. Returns all rows, as float32.
     """
     q = np.zeros((tokens, shape.heads, shape.head_dim), np.float32)
     used = np.concatenate([c.q for c in chunks]) if chunks else q[:0]
     q[: len(used)] = used
-    run = _compiled(shape, blocks)
+    run = _compiled(shape, kernel, blocks)
     out = run(jnp.asarray(q, q_dtype), _poisoned_pool(shape, chunks), _batch(shape, chunks, tokens, decodes))
     return np.asarray(out, np.float32)
 
@@ -154,9 +176,9 @@ def _rounded(shape: Shape, rng: np.random.Generator, tokens: int, heads: int) ->
 
 
 @cache
-def _compiled(shape: Shape, blocks: AttentionBlocks) -> Callable[..., jax.Array]:
+def _compiled(shape: Shape, kernel: Callable[..., jax.Array], blocks: Any) -> Callable[..., jax.Array]:
     def run(q: jax.Array, pool: KvArrays[jax.Array], batch: StepBatch[jax.Array]) -> jax.Array:
-        return paged_attention(
+        return kernel(
             q,
             pool,
             jnp.int32(_LAYER),

@@ -6,19 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jkv.kernels.xla_attention import BATCH_INVARIANT_BLOCKS, AttentionBlocks
-from tests.kernels.ragged import (
-    MAX_SEQS,
-    MAX_TOKENS,
-    Chunk,
-    Shape,
-    attend,
-    expected,
-    random_chunks,
-)
-
-_BUCKET = 64
-# On both sides of pages of 8 to 64 and of key blocks of 128 and 512.
-_BORDERS = [n + d for n in (8, 16, 64, 128, 256, 512, 1024) for d in (-1, 0, 1) if n + d <= MAX_TOKENS]
+from tests.kernels.ragged import BUCKET, Chunk, Shape, attend, expected, random_chunks, steps
 
 SHAPES = [
     Shape(heads=4, kv_heads=4, head_dim=16, page_size=8),
@@ -31,22 +19,6 @@ SHAPES = [
     Shape(heads=9, kv_heads=3, head_dim=64, page_size=16, kv_dtype="int8"),
     Shape(heads=4, kv_heads=1, head_dim=16, page_size=64, window=70, kv_dtype="int8"),
 ]
-
-lengths = st.one_of(st.sampled_from(_BORDERS), st.integers(1, MAX_TOKENS))
-
-
-@st.composite
-def steps(draw: st.DrawFn) -> tuple[list[tuple[int, int]], int]:
-    """`(kv_len, queries)` of the sequences of a step, decodes first, and how many are decodes."""
-    decodes = draw(st.lists(lengths, max_size=4))
-    chunks: list[tuple[int, int]] = []
-    left = _BUCKET - len(decodes)
-    for _ in range(draw(st.integers(0, MAX_SEQS - len(decodes)))):
-        queries = min(draw(st.integers(2, 40)), left)
-        if queries >= 2:
-            chunks.append((max(draw(lengths), queries), queries))
-            left -= queries
-    return [(n, 1) for n in decodes] + chunks, len(decodes)
 
 
 @pytest.mark.parametrize("blocks", [AttentionBlocks(), BATCH_INVARIANT_BLOCKS], ids=["default", "invariant"])
@@ -62,7 +34,7 @@ def test_equals_float64_whatever_lies_outside_the_rows_in_use(
 ) -> None:
     sequences, decodes = step
     chunks = random_chunks(shape, np.random.default_rng(seed), sequences, shared_pages)
-    out = attend(shape, chunks, tokens=_BUCKET, decodes=decodes, blocks=blocks)
+    out = attend(shape, chunks, tokens=BUCKET, decodes=decodes, blocks=blocks)
     assert np.isfinite(out).all()
     used = sum(len(c.q) for c in chunks)
     want = [expected(shape, c) for c in chunks]
@@ -74,7 +46,7 @@ def test_bfloat16_queries_give_bfloat16_rows() -> None:
     shape = next(s for s in SHAPES if s.kv_dtype == "bfloat16" and s.head_dim == 16)
     chunks = random_chunks(shape, np.random.default_rng(0), [(300, 1), (200, 17)])
     exact = [Chunk(pages=c.pages, keys=c.keys, values=c.values, q=_bfloat16(c.q)) for c in chunks]
-    out = attend(shape, exact, tokens=_BUCKET, decodes=1, blocks=AttentionBlocks(), q_dtype="bfloat16")
+    out = attend(shape, exact, tokens=BUCKET, decodes=1, blocks=AttentionBlocks(), q_dtype="bfloat16")
     want = np.concatenate([expected(shape, c) for c in exact])
     np.testing.assert_allclose(out[: len(want)], want, rtol=2**-8, atol=1e-5)
 
