@@ -25,6 +25,34 @@ def rope_from_hf(fields: Fields, max_position: int) -> RopeConfig:
     """
     theta = fields.positive_float("rope_theta")
     scaling, prefix = _scaling(fields)
+    return _rope(scaling, prefix, theta, max_position)
+
+
+def ropes_by_layer_type(fields: Fields, max_position: int) -> tuple[RopeConfig, RopeConfig]:
+    """Gemma 3's two: of the layers with full attention, and of those with a window.
+
+    `rope_parameters` has an object for each layer type (transformers 5); before, `rope_theta` and
+    `rope_scaling` were for full attention and `rope_local_base_freq` for windows.
+
+    Raises:
+        UnsupportedModelError, ConfigError: as `rope_from_hf`.
+    """
+    theta, local = fields.positive_float("rope_theta"), fields.positive_float("rope_local_base_freq")
+    parameters, prefix = _scaling(fields)
+    if prefix == "rope_scaling.":
+        return _rope(parameters, prefix, theta, max_position), RopeConfig(theta=local)
+    by_type = Fields(parameters, {}, prefix)
+    ropes: list[RopeConfig] = []
+    for kind, default in (("full_attention", theta), ("sliding_attention", local)):
+        values = by_type.get(kind)
+        if not isinstance(values, dict):
+            raise ConfigError(f"config field {prefix}{kind}={values!r}: it must be an object")
+        ropes.append(_rope(values, f"{prefix}{kind}.", default, max_position))
+    by_type.refuse_unread(())
+    return ropes[0], ropes[1]
+
+
+def _rope(scaling: Mapping[str, Any], prefix: str, theta: float, max_position: int) -> RopeConfig:
     rope = Fields(scaling, {**_DEFAULTS, "rope_theta": theta}, prefix)
     kind = _kind(rope, prefix)
     rope.require("partial_rotary_factor", (1.0,))

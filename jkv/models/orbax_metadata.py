@@ -56,8 +56,10 @@ def read_metadata(directory: Path) -> OrbaxMetadata:
 
 
 def _config(values: dict) -> ModelConfig:
+    local = values.get("local_rope")  # absent before there were models with two
     changes = {
         "rope": RopeConfig(**values["rope"]),
+        "local_rope": None if local is None else RopeConfig(**local),
         "windows": tuple(values["windows"]),
         "eos_token_ids": tuple(values["eos_token_ids"]),
     }

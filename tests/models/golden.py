@@ -13,7 +13,16 @@ from safetensors.numpy import load_file
 from jkv.models.config import ModelConfig
 
 TINY = Path(__file__).parents[1] / "data" / "golden" / "tiny"
-NAMES = ("llama3", "llama_mha_tied", "llama_wide_heads", "qwen2", "qwen3", "mistral_window")
+NAMES = (
+    "llama3",
+    "llama_mha_tied",
+    "llama_wide_heads",
+    "qwen2",
+    "qwen3",
+    "mistral_window",
+    "gemma2",
+    "gemma3",
+)
 
 _GGUF_NAMES = {
     "model.embed_tokens": "token_embd",

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from tests.models.golden import NAMES, config_json
 
 LLAMA: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_attention_heads": 4}
 QWEN3: dict[str, Any] = {"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 4}
+GEMMA2: dict[str, Any] = {"architectures": ["Gemma2ForCausalLM"], "num_hidden_layers": 4}
+GEMMA3: dict[str, Any] = {"architectures": ["Gemma3ForCausalLM"], "num_hidden_layers": 4}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -97,6 +100,123 @@ def test_qwen_windows(fields: dict[str, Any], windows: tuple[int | None, ...]) -
     assert from_hf({**QWEN3, **fields}).windows == windows
 
 
+@pytest.mark.parametrize(
+    ("config", "windows"),
+    [
+        (GEMMA2, (4096, None, 4096, None)),
+        (GEMMA2 | {"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}, (None, None, None, 4096)),
+        (GEMMA3 | {"num_hidden_layers": 7}, (4096,) * 5 + (None, 4096)),
+        (GEMMA3 | {"sliding_window_pattern": 2, "sliding_window": 512}, (512, None, 512, None)),
+        (
+            GEMMA3 | {"sliding_window_pattern": 2, "layer_types": ["sliding_attention"] * 4},
+            (4096, 4096, 4096, 4096),
+        ),
+    ],
+)
+def test_gemma_windows(config: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+    assert from_hf(config).windows == windows
+
+
+def test_what_gemma_brings() -> None:
+    gemma2, gemma3 = from_hf(GEMMA2), from_hf(GEMMA3)
+    for config in (gemma2, gemma3):
+        assert (config.norm_offset, config.output_norms, config.scale_embeddings) == (True, True, True)
+        assert (config.activation, config.tie_embeddings, config.head_dim) == ("gelu_tanh", True, 256)
+        assert (config.bos_token_id, config.eos_token_ids) == (2, (1,))
+    assert (gemma2.attention_soft_cap, gemma2.final_soft_cap, gemma2.qk_norm) == (50.0, 30.0, False)
+    assert (gemma3.attention_soft_cap, gemma3.final_soft_cap, gemma3.qk_norm) == (None, None, True)
+    assert (gemma2.rope.theta, gemma2.local_rope) == (1e4, None)
+    assert from_hf(GEMMA2 | {"query_pre_attn_scalar": 144}).attention_scale == 1 / 12
+    assert from_hf(GEMMA2 | {"attn_logit_softcapping": None}).attention_soft_cap is None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        },
+        {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            }
+        },
+    ],
+)
+def test_gemma3_scales_the_global_rope_only(fields: dict[str, Any]) -> None:
+    config = from_hf(GEMMA3 | fields)
+    assert config.rope == RopeConfig(theta=1e6, kind="linear", factor=8.0)
+    assert config.local_rope == RopeConfig(theta=1e4)
+
+
+def multimodal(**text: Any) -> dict[str, Any]:
+    """As Gemma 3 lies on hubs: most fields of the text model at their defaults."""
+    return {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "boi_token_index": 255999,
+        "eoi_token_index": 256000,
+        "image_token_index": 262144,
+        "mm_tokens_per_image": 256,
+        "eos_token_id": [1, 106],
+        "initializer_range": 0.02,
+        "model_type": "gemma3",
+        "text_config": {"model_type": "gemma3_text", "num_hidden_layers": 4, **text},
+        "vision_config": {"hidden_size": 1152, "vision_use_head": False},
+    }
+
+
+def test_the_text_model_of_a_multimodal_gemma3() -> None:
+    config = from_hf(multimodal(sliding_window=1024, rope_scaling={"rope_type": "linear", "factor": 8.0}))
+    alone = from_hf(GEMMA3 | {"sliding_window": 1024, "rope_scaling": {"rope_type": "linear", "factor": 8.0}})
+    assert config.eos_token_ids == (1, 106)
+    assert replace(config, architecture=alone.architecture, eos_token_ids=alone.eos_token_ids) == alone
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (GEMMA2 | {"hidden_act": "silu"}, "hidden_act='silu'"),
+        (GEMMA2 | {"hidden_activation": "gelu"}, "hidden_activation='gelu'"),
+        (GEMMA2 | {"rope_local_base_freq": 1e4}, "rope_local_base_freq=10000.0"),
+        (GEMMA3 | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
+        (GEMMA3 | {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        (
+            GEMMA3 | {"rope_parameters": {"full_attention": {}, "sliding_attention": {}, "chunked": {}}},
+            "rope_parameters.chunked={}",
+        ),
+        (multimodal(quantization_config={"bits": 4}), "quantization_config={'bits': 4}"),
+        (multimodal() | {"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4}"),
+        (multimodal() | {"audio_config": {}}, "audio_config={}"),
+        (multimodal(num_kv_shared_layers=2), "num_kv_shared_layers=2"),
+    ],
+)
+def test_what_gemma_may_not_have_is_refused_by_name(config: dict[str, Any], named: str) -> None:
+    with pytest.raises(UnsupportedModelError) as error:
+        from_hf(config)
+    assert named in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (GEMMA2 | {"sliding_window": None}, "sliding_window=None"),
+        (GEMMA2 | {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0"),
+        (GEMMA3 | {"sliding_window_pattern": 0}, "sliding_window_pattern=0"),
+        (GEMMA3 | {"rope_parameters": {"rope_theta": 1e6}}, "rope_parameters.full_attention=None"),
+        (multimodal() | {"text_config": None}, "text_config=None"),
+        (multimodal(tie_word_embeddings=False) | {"tie_word_embeddings": True}, "tie_word_embeddings=True"),
+    ],
+)
+def test_impossible_values_of_gemma_are_named(config: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        from_hf(config)
+    assert named in str(error.value)
+
+
 def test_generation_config_adds_end_tokens() -> None:
     config = from_hf({**LLAMA, "eos_token_id": [5, 7]}, {"eos_token_id": [7, 9], "temperature": 0.6})
     assert config.eos_token_ids == (5, 7, 9)
@@ -143,7 +263,7 @@ def test_yarn_defaults_follow_the_context() -> None:
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"architectures": ["Gemma2ForCausalLM"]}, "Gemma2ForCausalLM"),
+        ({"architectures": ["GemmaForCausalLM"]}, "GemmaForCausalLM"),
         ({"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8}, "mixture of experts"),
         ({"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512}, "MLA"),
         ({"architectures": ["MambaForCausalLM"], "state_size": 16}, "linear-attention"),
