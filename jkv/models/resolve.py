@@ -30,12 +30,12 @@ from jkv.paths import cache_dir, locked
 
 _log = logging.getLogger(__name__)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_CONFIGS = ["config.json", "generation_config.json"]
 _HUB_FILES = [
     "model.safetensors",
     "model-*.safetensors",
     safetensors_source.INDEX,
-    "config.json",
-    "generation_config.json",
+    *_HUB_CONFIGS,
     *tokenizer_files.FILES,
 ]
 
@@ -62,12 +62,13 @@ class Checkpoint:
     source: TensorSource
 
 
-def resolve_model(spec: str, *, progress: bool = True) -> ModelFiles:
+def resolve_model(spec: str, *, progress: bool = True, weights: bool = True) -> ModelFiles:
     """Find `spec`, fetching it if need be.
 
     Args:
         spec: a built-in name, a directory (Hugging Face or converted), a .gguf file, or a hub id `org/name`.
         progress: report downloads on stderr.
+        weights: whether the tensors are wanted of a model that the hub keeps apart from its config.
 
     Raises:
         ConfigError: nothing of that name, or it cannot be fetched; the message lists what is allowed.
@@ -82,7 +83,7 @@ def resolve_model(spec: str, *, progress: bool = True) -> ModelFiles:
     if path.suffix == ".gguf" and path.is_file():
         return ModelFiles(kind="gguf", path=path, tokenizer=path, name=path.stem)
     if _HUB_ID.fullmatch(spec) and path.suffix != ".gguf":
-        return _directory(_from_hub(spec, progress=progress), spec)
+        return _directory(_from_hub(spec, progress=progress, weights=weights), spec)
     raise ConfigError(
         f"--model {spec!r}: no such model. It must be a built-in name ({', '.join(fetch.BUILT_IN)}), an "
         "existing directory with safetensors or a converted checkpoint, an existing .gguf file, or a hub id "
@@ -98,16 +99,35 @@ def open_checkpoint(files: ModelFiles) -> Checkpoint:
         UnsupportedModelError: an architecture, field or tensor that jkv does not implement.
     """
     if files.kind == "orbax":
-        return Checkpoint(
-            config=orbax_metadata.read_metadata(files.path).config, source=OrbaxSource(files.path)
-        )
+        return Checkpoint(config=_read_config(files), source=OrbaxSource(files.path))
     if files.kind == "gguf":
         file = read_gguf(files.path)
         config = config_from_file(file)
         return Checkpoint(config=config, source=GgufSource(file, config))
+    return Checkpoint(config=_read_config(files), source=SafetensorsSource(files.path))
+
+
+def model_config(spec: str, *, progress: bool = True) -> tuple[str, ModelConfig]:
+    """The name and the config of what `resolve_model` finds, or of a config.json by itself. No weights are
+    read, and none fetched from the hub.
+
+    Raises:
+        ConfigError, UnsupportedModelError: as `resolve_model` and `open_checkpoint`.
+    """
+    path = Path(spec).expanduser()
+    if path.suffix == ".json" and path.is_file():
+        return path.resolve().parent.name, from_hf(_json(path))
+    files = resolve_model(spec, progress=progress, weights=False)
+    return files.name, _read_config(files)
+
+
+def _read_config(files: ModelFiles) -> ModelConfig:
+    if files.kind == "orbax":
+        return orbax_metadata.read_metadata(files.path).config
+    if files.kind == "gguf":
+        return config_from_file(read_gguf(files.path))
     generation = files.path / "generation_config.json"
-    config = from_hf(_json(files.path / "config.json"), _json(generation) if generation.is_file() else None)
-    return Checkpoint(config=config, source=SafetensorsSource(files.path))
+    return from_hf(_json(files.path / "config.json"), _json(generation) if generation.is_file() else None)
 
 
 def cached_orbax(files: ModelFiles, *, progress: bool = True) -> ModelFiles:
@@ -164,11 +184,12 @@ def _directory(path: Path, name: str) -> ModelFiles:
     return ModelFiles(kind="safetensors", path=path, tokenizer=tokenizer, name=name)
 
 
-def _from_hub(repository: str, *, progress: bool) -> Path:
+def _from_hub(repository: str, *, progress: bool, weights: bool) -> Path:
     if not progress:
         disable_progress_bars()
+    wanted = _HUB_FILES if weights else _HUB_CONFIGS
     try:
-        return Path(huggingface_hub.snapshot_download(repository, allow_patterns=_HUB_FILES))
+        return Path(huggingface_hub.snapshot_download(repository, allow_patterns=wanted))
     except (HfHubHTTPError, OSError, ValueError) as error:
         raise ConfigError(
             f"--model {repository!r} is no local path, and the hub does not give it: {error}; "

@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import huggingface_hub
 import numpy as np
 import pytest
 from gguf import TokenType
@@ -12,7 +13,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from jkv.errors import ConfigError, UnsupportedModelError
 from jkv.models import orbax_convert
 from jkv.models.hf_config import from_hf
-from jkv.models.resolve import ModelFiles, cached_orbax, convert, open_checkpoint, resolve_model
+from jkv.models.resolve import ModelFiles, cached_orbax, convert, model_config, open_checkpoint, resolve_model
 from jkv.text.tokenizer import Tokenizer
 from tests.models.golden import TINY, config_json, weights, write_gguf
 
@@ -52,6 +53,24 @@ def test_a_gguf_file(tiny_gguf: ModelFiles) -> None:
     assert checkpoint.config == from_hf(config_json("llama3"))
     for name, values in weights("llama3").items():
         np.testing.assert_array_equal(checkpoint.source.read(name), values)
+
+
+def test_a_config_is_read_without_weights(tmp_path: Path, tiny_gguf: ModelFiles) -> None:
+    (tmp_path / "alone").mkdir()
+    shutil.copy(TINY / "qwen2" / "config.json", tmp_path / "alone")
+    expected = ("alone", from_hf(config_json("qwen2")))
+    assert model_config(str(tmp_path / "alone" / "config.json")) == expected
+    assert model_config(str(tmp_path / "alone")) == expected
+    assert model_config(str(tiny_gguf.path)) == ("tiny", from_hf(config_json("llama3")))
+
+
+def test_of_a_hub_model_only_the_config_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fetch(repository: str, *, allow_patterns: list[str]) -> str:
+        assert allow_patterns == ["config.json", "generation_config.json"]
+        return str(TINY / "qwen2")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    assert model_config("org/name") == ("org/name", from_hf(config_json("qwen2")))
 
 
 @pytest.mark.parametrize("spec", ["smollm", "./nowhere", "missing.gguf", "org/missing.gguf", "a/b/c", ""])
