@@ -55,7 +55,7 @@ class CacheConfig:
         parse=parse_gib,
         metavar="SIZE",
         default_text="what the device's memory leaves; 1GiB on CPU",
-        help="device memory for KV pages: 1.5 (GiB), 512MiB, 2GiB",
+        help="memory of each device for KV pages: 1.5 (GiB), 512MiB, 2GiB",
     )
     l1_pages: int | None = flag(
         group=_KV,

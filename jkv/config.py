@@ -44,6 +44,13 @@ class _ModelConfig:
         choices=_DTYPES,
         help="dtype of weights and activations; auto suits the platform",
     )
+    tp: int = flag(
+        1,
+        group=_MODEL,
+        metavar="N",
+        minimum=1,
+        help="devices that share the model (tensor parallelism), each with a part of the heads and layers",
+    )
     load_workers: int = flag(
         4, group=_MODEL, minimum=1, maximum=64, help="threads that read the checkpoint's tensors"
     )

@@ -16,7 +16,9 @@ KEY_BYTES = 16
 
 @dataclass(frozen=True, kw_only=True)
 class ModelIdentity:
-    """Everything that two deployments must share for their pages to be interchangeable."""
+    """Everything that two deployments must share for their pages to be interchangeable. `numerics` is empty
+    unless a hit must not change one bit: then it names all that bits depend on.
+    """
 
     weights_fingerprint: bytes
     model_config: str  # a canonical rendering of the model's config, rope included
@@ -24,6 +26,7 @@ class ModelIdentity:
     kv_dtype: str
     page_size: int
     page_layout: str
+    numerics: str = ""
 
     def root(self) -> bytes:
         """The model root, 16 bytes."""
@@ -36,6 +39,7 @@ class ModelIdentity:
             self.kv_dtype.encode(),
             self.page_size.to_bytes(4, "little"),
             self.page_layout.encode(),
+            *([self.numerics.encode()] if self.numerics else []),
         )
 
 

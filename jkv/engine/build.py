@@ -20,7 +20,7 @@ from jkv.cache.l3.format import StoreIdentity
 from jkv.config import GIB, ServeConfig
 from jkv.engine.engine import Engine
 from jkv.engine.loop import EngineLoop, Inbox
-from jkv.engine.planning import compute_dtype, kv_dtype, max_model_len, plan_for, with_pages
+from jkv.engine.planning import compute_dtype, kv_dtype, max_model_len, numerics, plan_for, with_pages
 from jkv.engine.programs import Platform, Program, ProgramPlan, programs
 from jkv.engine.replica import EngineReplica
 from jkv.engine.request import EngineInfo
@@ -75,7 +75,7 @@ def build_from_checkpoint(
 ) -> Engine:
     """The engine alone, for a checkpoint that is already open."""
     model, platform = checkpoint.config, _platform()
-    plan = plan_for(config, model, platform)
+    plan = plan_for(config, model, platform, jax.local_devices())
     started = time.monotonic()
     params = load_params(
         model,
@@ -83,12 +83,14 @@ def build_from_checkpoint(
         plan.dtype,
         stacked=not plan.unroll_layers,
         workers=config.load_workers,
+        mesh=plan.mesh,
         progress=lambda done: progress(f"loading weights {done:.0%}"),
     )
     progress(f"loaded weights in {time.monotonic() - started:.1f} s")
     plan = with_pages(plan, plan_l1(config, plan))
-    l1_gib = plan.pool.pages * plan.pool.page_bytes / GIB
-    progress(f"L1 has {plan.pool.pages} pages of {config.page_size} tokens, {l1_gib:.2f} GiB")
+    l1_gib = plan.pool.pages * plan.pool.device_page_bytes / GIB
+    where = "" if config.tp == 1 else f" on each of {config.tp} devices"
+    progress(f"L1 has {plan.pool.pages} pages of {config.page_size} tokens, {l1_gib:.2f} GiB{where}")
     compiled = compile_programs(plan, progress)
     identity = ModelIdentity(
         weights_fingerprint=checkpoint.source.fingerprint(),
@@ -97,6 +99,7 @@ def build_from_checkpoint(
         kv_dtype=kv_dtype(config, platform),
         page_size=config.page_size,
         page_layout="head,layer,token,2*dim",
+        numerics=numerics(config),
     )
     runner = Runner(plan, params, compiled, config.seed)
     runner.warm_up()

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
+from collections.abc import Sequence
+from typing import Any
+
+import jax
 
 from jkv.config import ServeConfig
 from jkv.engine.programs import Platform, ProgramPlan, table_width
 from jkv.errors import ConfigError
 from jkv.kernels.kv_pool import PoolShape, stored_dtype
 from jkv.models.config import ModelConfig
+from jkv.models.sharding import check_tp, device_mesh
 
 
-def plan_for(config: ServeConfig, model: ModelConfig, platform: Platform) -> ProgramPlan:
-    """The plan with one page of L1, whose size it helps to decide; see `with_pages`.
+def plan_for(
+    config: ServeConfig, model: ModelConfig, platform: Platform, devices: Sequence[Any] = ()
+) -> ProgramPlan:
+    """The plan with one page of L1, whose size it helps to decide; see `with_pages`. The first `--tp` of
+    `devices` share the model; one device need not be given.
 
     Raises:
-        ConfigError: a flag that does not fit the model.
+        ConfigError: a flag that does not fit the model, or fewer devices than `--tp`.
     """
+    check_tp(config.tp, model)
     return ProgramPlan(
         platform=platform,
         config=model,
@@ -28,11 +38,13 @@ def plan_for(config: ServeConfig, model: ModelConfig, platform: Platform) -> Pro
             kv_heads=model.num_kv_heads,
             head_dim=model.head_dim,
             dtype=stored_dtype(kv_dtype(config, platform), platform),
+            tp=config.tp,
         ),
         max_num_seqs=config.max_num_seqs,
         max_batched_tokens=max(config.max_batched_tokens, config.max_num_seqs),
         table_width=table_width(max_model_len(config, model), config.page_size),
         batch_invariant=config.batch_invariant,
+        mesh=device_mesh(config.tp, devices),
     )
 
 
@@ -51,6 +63,16 @@ def compute_dtype(config: ServeConfig, platform: Platform) -> str:
 def kv_dtype(config: ServeConfig, platform: Platform) -> str:
     """Of the KV cache: what `--kv-dtype` says, or `compute_dtype`."""
     return compute_dtype(config, platform) if config.kv_dtype == "auto" else config.kv_dtype
+
+
+def numerics(config: ServeConfig) -> str:
+    """What pages' bits depend on beside the model, where bits are promised: pages made on other devices, by
+    another compiler or with sums over another number of devices are right, but not equal to those made here.
+    """
+    if not config.batch_invariant:
+        return ""
+    jaxlib = importlib.metadata.version("jaxlib")
+    return f"batch-invariant {jax.devices()[0].device_kind} jaxlib-{jaxlib} tp-{config.tp}"
 
 
 def max_model_len(config: ServeConfig, model: ModelConfig) -> int:

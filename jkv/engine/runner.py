@@ -102,6 +102,11 @@ class Runner:
         """Bytes of a page's flat view."""
         return self.plan.pool.page_bytes
 
+    @property
+    def host_page_bytes(self) -> int:
+        """Bytes that a page takes in host memory."""
+        return self.plan.pool.host_page_bytes
+
     def save(self, pages: Seq[int]) -> list[HostPage]:
         """Starts copying pages of L1 to host memory and returns without waiting.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 
 from jkv.config import GIB, ServeConfig
@@ -23,7 +25,8 @@ def plan_l1(config: ServeConfig, plan: ProgramPlan) -> int:
     if config.l2_bytes:
         check_host_memory(config.l2_bytes, f"--l2-gib {config.l2_gib:g}")
     on_cpu = jax.default_backend() == "cpu"
-    return l1_pages(config, plan.pool.page_bytes, host_memory(config) if on_cpu else device_memory(plan))
+    memory = _shared(host_memory(config), config.tp) if on_cpu else device_memory(plan)
+    return l1_pages(config, plan.pool.device_page_bytes, memory)
 
 
 def host_memory(config: ServeConfig) -> Memory:
@@ -34,17 +37,30 @@ def host_memory(config: ServeConfig) -> Memory:
 
 
 def device_memory(plan: ProgramPlan) -> Memory:
-    """An accelerator's memory less weights, sampler state, pages on their way in and what the plan's programs
-    need: all L1's.
+    """Each accelerator's memory less weights, sampler state, pages on their way in and what the plan's
+    programs need: all L1's.
     """
-    stats = jax.local_devices()[0].memory_stats()
-    if stats is None or "bytes_limit" not in stats:
-        raise ConfigError(f"--l1-gib: {jax.default_backend()} devices do not tell how much memory they have")
-    free = stats["bytes_limit"] - stats["bytes_in_use"]
+    devices = jax.local_devices()[:1] if plan.mesh is None else plan.mesh.devices.flat
+    free = min(_free(device) for device in devices)
     every = list(programs(plan))
     largest = [program_bytes(p) for p in every if p.name in largest_programs(plan)]
     left = divide(free, state_bytes(plan) + staging_bytes(plan), largest, len(every)).left
     return Memory(available=left, default=left)
+
+
+def _shared(memory: Memory, devices: int) -> Memory:
+    """Each device's part, where the host's memory is that of all of them."""
+    if devices == 1:
+        return memory
+    where = f"{memory.where} for each of {devices} devices"
+    return Memory(available=memory.available // devices, default=memory.default // devices, where=where)
+
+
+def _free(device: Any) -> int:
+    stats = device.memory_stats()
+    if stats is None or "bytes_limit" not in stats:
+        raise ConfigError(f"--l1-gib: {jax.default_backend()} devices do not tell how much memory they have")
+    return stats["bytes_limit"] - stats["bytes_in_use"]
 
 
 def largest_programs(plan: ProgramPlan) -> tuple[str, str, str]:
@@ -79,5 +95,5 @@ def state_bytes(plan: ProgramPlan) -> int:
 
 
 def staging_bytes(plan: ProgramPlan) -> int:
-    """Bytes of pages on their way into L1: one batch is written while the next one arrives."""
-    return 2 * plan.page_buckets[-1] * plan.pool.page_bytes
+    """Bytes of pages on their way into a device's L1: one batch is written while the next one arrives."""
+    return 2 * plan.page_buckets[-1] * plan.pool.device_page_bytes

@@ -61,7 +61,7 @@ def build_lower(
     """
     return LowerTiers(
         pool,
-        HostTier(host_pages(config, runner.page_bytes), keep=config.l2_bytes > 0, changes=changes),
+        HostTier(host_pages(config, runner.host_page_bytes), keep=config.l2_bytes > 0, changes=changes),
         None if config.l3_dir is None else _open_disk(config, config.l3_dir, runner, identity, post, changes),
         gate=CostGate(page_size=config.page_size, clock=time.monotonic),
         policy=Policy(

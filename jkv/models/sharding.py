@@ -6,9 +6,9 @@ two sums over the devices; embedding and head by vocabulary.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -32,17 +32,17 @@ def check_tp(tp: int, config: ModelConfig) -> None:
         )
 
 
-def device_mesh(tp: int) -> Mesh | None:
-    """The first `tp` devices, or None for one.
+def device_mesh(tp: int, devices: Sequence[Any]) -> Mesh | None:
+    """The first `tp` of these jax devices, or None for one.
 
     Raises:
         ConfigError: there are fewer.
     """
     if tp == 1:
         return None
-    devices = jax.local_devices()
     if len(devices) < tp:
-        raise ConfigError(f"--tp {tp}: {jax.default_backend()} has {len(devices)} device(s) here")
+        kind = f" ({devices[0].device_kind})" if devices else ""
+        raise ConfigError(f"--tp {tp}: needs as many devices, and there are {len(devices)}{kind}")
     return Mesh(np.asarray(devices[:tp]), (TP,))
 
 

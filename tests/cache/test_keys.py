@@ -45,6 +45,7 @@ def test_other_processes_make_the_same_keys() -> None:
         ("kv_dtype", "bfloat16"),
         ("page_size", 8),
         ("page_layout", "htd"),
+        ("numerics", "tp-2"),
     ],
 )
 def test_each_field_of_the_identity_counts(field: str, value: object) -> None:
