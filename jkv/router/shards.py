@@ -29,6 +29,8 @@ from jkv.router.shard_records import ShardRecord
 # A record whose owner has not been heard of for so long is deleted; stores remove abandoned owners likewise.
 COLLECT_AFTER_S = 7 * 86_400.0
 _RENEW_S = 3600.0
+# A claim on which nothing is written is looked at this often: etcd may have been emptied.
+_LOOK_S = 5.0
 _PERIOD_S = 0.5
 _QUIET_PERIODS = 4  # without changes, and it is idle
 _TXN_OPS = 100
@@ -75,7 +77,7 @@ class ShardLog:
         self._writing = asyncio.Lock()
         self._fence = 0  # the revision of the claim; 0 before
         self._loaded = False
-        self._renewed = 0.0  # monotonic
+        self._renewed = self._seen = 0.0  # monotonic; `_seen` is when the claim stood at last
         self.trouble = "not claimed yet"  # why nothing is recorded at the moment; empty if it is
 
     @property
@@ -137,6 +139,8 @@ class ShardLog:
                     await collect_shards(self._etcd, self._cluster)
                 if time.monotonic() - self._renewed > _RENEW_S:
                     await self._renew()
+                if time.monotonic() - self._seen > _LOOK_S:
+                    await self._fenced([])
                 await self._write_due(everything, idle)
                 return
             except _ReclaimError:
@@ -162,6 +166,7 @@ class ShardLog:
                 [ops.modified_at(self._key, self._fence)], operations, [Get(self._key)]
             )
             if result.succeeded:
+                self._seen = time.monotonic()
                 return result.revision
             found = result.found[0]
             if not found:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -257,6 +258,27 @@ def test_an_emptied_etcd_is_written_again_by_the_right_owner(own_etcd: EtcdServe
         old.add(keys(range(1128, 1192)))
         with pytest.raises(ShardFencedError):
             await old.flush()
+
+    play(own_etcd, scene)
+
+
+def test_an_emptied_etcd_is_written_again_also_where_nothing_changes(own_etcd: EtcdServer) -> None:
+    async def scene(etcd: Etcd) -> None:
+        log = ShardLog(etcd, "c", writer())
+        log.add(keys(range(128)))
+        await log.flush()
+        task = asyncio.create_task(log.run())
+        own_etcd.kill()
+        own_etcd.empty()
+        await asyncio.to_thread(own_etcd.start)
+        end = time.monotonic() + WAIT_S
+        found: list[bytes] = []
+        while set(found) != set(keys(range(128))):
+            assert time.monotonic() < end
+            await asyncio.sleep(0.1)
+            with contextlib.suppress(EtcdUnavailableError):
+                found = await recorded(etcd, "c")
+        task.cancel()
 
     play(own_etcd, scene)
 
