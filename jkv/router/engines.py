@@ -46,7 +46,7 @@ class EngineState(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class SelfTest:
-    """What came of asking an engine for a prompt twice. `verdict` is `pending`, `passed`, or `failed: ` and why.
+    """What came of asking an engine for a prompt twice: `pending`, `passed`, or `failed: ` and why.
 
     The tokens are those that the index had of it the second time, and those that the engine had cached.
     """

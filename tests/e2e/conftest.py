@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.server import GOLDEN, TINY, Server, serving
+from tests.e2e.cluster import Cluster
+from tests.e2e.server import GOLDEN, TINY, Server, serving, wait_for
 
 
 @pytest.fixture(scope="session")
@@ -36,3 +37,28 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     flags = ("--config", str(config), "--model", str(TINY))
     with serving(directory, *flags, "--page-size", "16", "--l1-pages", "20") as server:
         yield server
+
+
+@pytest.fixture(scope="package")
+def standing_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path_factory.mktemp("cluster"))
+    with cluster.stack:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(standing_cluster: Cluster) -> Iterator[Cluster]:
+    """Two engines that serve. Whatever a test did to them, the router knows afterwards what they hold."""
+    _all_serve(standing_cluster)
+    yield standing_cluster
+    _all_serve(standing_cluster)
+    standing_cluster.wait_agreed()
+
+
+def _all_serve(cluster: Cluster) -> None:
+    """Starts again, at its address, what a test has killed."""
+    for id, server in list(cluster.servers.items()):
+        if server.process.poll() is not None:
+            cluster.restart(id)
+        cluster.router.wait_state(id, "serving")
+        wait_for(lambda id=id: cluster.router.engine(id).self_test != "pending", f"self-test of {id}", 60)

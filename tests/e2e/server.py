@@ -86,6 +86,10 @@ class Server:
     def stderr(self) -> str:
         return self._stderr.read_text()
 
+    @property
+    def metrics_address(self) -> str:
+        return self._find(self._stderr, r"metrics at http://([^/]+)/metrics", 10)[1]
+
     def health(self, service: str = "") -> int:
         stub: Any = health_pb2_grpc.HealthStub(self.channel)
         return stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=10).status

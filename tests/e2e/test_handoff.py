@@ -14,8 +14,8 @@ import pytest
 
 from jkv.api import jkv_pb2 as pb
 from tests.e2e.calls import collect, greedy, ids
+from tests.e2e.cluster import PROMPT, Cluster
 from tests.e2e.server import wait_for
-from tests.e2e.test_cluster import PROMPT, Cluster
 
 FULL = 48  # tokens of PROMPT's full pages
 

@@ -109,8 +109,21 @@ class EtcdServer:
 
     def compact(self) -> None:
         """Forgets all revisions before the present one."""
-        revision = self.ask("kv/range", {"key": base64.b64encode(b"a").decode()})["header"]["revision"]
+        revision = self.ask("kv/range", {"key": _base64(b"a")})["header"]["revision"]
         self.ask("kv/compaction", {"revision": revision, "physical": True})
+
+    def keys(self, prefix: str) -> list[str]:
+        """All that are there under a prefix."""
+        end = prefix[:-1] + chr(ord(prefix[-1]) + 1)
+        request = {"key": _base64(prefix.encode()), "range_end": _base64(end.encode()), "keys_only": True}
+        found = self.ask("kv/range", request).get("kvs", [])
+        return [base64.b64decode(kv["key"]).decode() for kv in found]
+
+    def put(self, key: str, value: bytes) -> None:
+        self.ask("kv/put", {"key": _base64(key.encode()), "value": _base64(value)})
+
+    def delete(self, key: str) -> None:
+        self.ask("kv/deleterange", {"key": _base64(key.encode())})
 
     def ask(self, path: str, request: dict[str, Any]) -> dict[str, Any]:
         """A call of etcd's JSON gateway."""
@@ -136,6 +149,10 @@ class EtcdServer:
             else:
                 return
         raise AssertionError(f"etcd did not start within {_START_S:g} s: {self._log.read_text()[-2000:]}")
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
 
 
 @contextmanager

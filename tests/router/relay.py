@@ -1,14 +1,15 @@
-"""A TCP relay between a client and a server, to be cut and held by tests."""
+"""A TCP relay between a client and a server, to be cut, held and slowed down by tests."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Iterator
 
 
 class Relay:
-    """Forwards connections to `target` ("HOST:PORT") while it is open."""
+    """Forwards connections to `target` ("HOST:PORT") while it is open, `delay_s` later."""
 
     def __init__(self, target: str) -> None:
         host, port = target.split(":")
@@ -17,6 +18,7 @@ class Relay:
         self._open = asyncio.Event()
         self._open.set()
         self._cut = False
+        self.delay_s = 0.0
         self.address = ""
 
     def cut(self) -> None:
@@ -56,11 +58,25 @@ class Relay:
         writer.transport.abort()
 
     async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while data := await reader.read(65536):
-            await self._open.wait()
-            writer.write(data)
-            await writer.drain()
-        raise ConnectionError("the other end has closed")
+        """Reads on while what came before is still under way, as a long line does."""
+        under_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
+        now = asyncio.get_running_loop().time
+
+        async def deliver() -> None:
+            while True:
+                due, data = await under_way.get()
+                await asyncio.sleep(due - now())
+                await self._open.wait()
+                writer.write(data)
+                await writer.drain()
+
+        delivering = asyncio.create_task(deliver())
+        try:
+            while data := await reader.read(65536):
+                under_way.put_nowait((now() + self.delay_s, data))
+            raise ConnectionError("the other end has closed")
+        finally:
+            delivering.cancel()
 
 
 @contextlib.asynccontextmanager
@@ -73,3 +89,57 @@ async def relay(target: str) -> AsyncIterator[Relay]:
         made.cut()
         made.release()
         server.close()
+
+
+class RelayThread:
+    """A relay with a thread of its own, for tests without an event loop."""
+
+    def __init__(self, target: str) -> None:
+        self._relay = Relay(target)
+        self._loop = asyncio.new_event_loop()
+        self._ended = asyncio.Event()
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="relay")
+        self._thread.start()
+        self._started.wait()
+
+    @property
+    def address(self) -> str:
+        return self._relay.address
+
+    def cut(self) -> None:
+        self._loop.call_soon_threadsafe(self._relay.cut)
+
+    def mend(self) -> None:
+        self._loop.call_soon_threadsafe(self._relay.mend)
+
+    def slow_down(self, delay_s: float) -> None:
+        self._loop.call_soon_threadsafe(setattr, self._relay, "delay_s", delay_s)
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._ended.set)
+        self._thread.join()
+
+    def _run(self) -> None:
+        self._loop.run_until_complete(self._serve())
+        self._loop.close()
+
+    async def _serve(self) -> None:
+        server = await self._relay.serve()
+        self._started.set()
+        await self._ended.wait()
+        self._relay.cut()
+        server.close()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@contextlib.contextmanager
+def relay_in_thread(target: str) -> Iterator[RelayThread]:
+    made = RelayThread(target)
+    try:
+        yield made
+    finally:
+        made.close()
