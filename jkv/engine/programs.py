@@ -18,7 +18,7 @@ from jkv.engine.sampling import SampleBatch, Sampled, SamplerState, admit, sampl
 from jkv.kernels.attention import AttentionSpec
 from jkv.kernels.batch import StepBatch
 from jkv.kernels.kv_pool import KvArrays, PoolShape
-from jkv.kernels.mesh import PAGE, WHOLE, placed, pool_partition, shardings, tp_of, whole
+from jkv.kernels.mesh import PAGE, WHOLE, placed, pool_partition, shardings, split, tp_of, whole
 from jkv.kernels.page_transfer import gather_pages, scatter_pages
 from jkv.kernels.split_transfer import gather_split_pages, scatter_split_pages
 from jkv.kernels.xla_attention import BATCH_INVARIANT_BLOCKS, AttentionBlocks
@@ -195,7 +195,8 @@ def _sample_program(plan: ProgramPlan, params: Params, rows: int) -> Program:
         params: Params, hidden: jax.Array, state: SamplerState[jax.Array], batch: SampleBatch[jax.Array]
     ) -> tuple[Sampled, SamplerState[jax.Array]]:
         scores = logits(plan.config, params, hidden[:rows], weights_first=plan.weights_first(rows))
-        return sample(whole(scores, plan.mesh), state, batch)
+        # Without the first of the two, XLA gathers the weights and not their products.
+        return sample(whole(split(scores, plan.mesh), plan.mesh), state, batch)
 
     hidden = jax.ShapeDtypeStruct((plan.sample_rows, plan.config.hidden_size), plan.dtype)
     return Program(

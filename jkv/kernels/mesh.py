@@ -37,6 +37,16 @@ def whole(x: jax.Array, mesh: Mesh | None) -> jax.Array:
     return x if mesh is None else jax.lax.with_sharding_constraint(x, NamedSharding(mesh, WHOLE))
 
 
+def split(x: jax.Array, mesh: Mesh | None) -> jax.Array:
+    """Has every device compute its part of `x`'s last axis, in a program; all of it where that does not
+    divide.
+    """
+    if mesh is None or x.shape[-1] % tp_of(mesh):
+        return x
+    partition = P(*[None] * (x.ndim - 1), TP)
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, partition))
+
+
 def placed(tree: Any, mesh: Mesh | None, partition: Any = WHOLE) -> Any:
     """Abstract arrays with their shardings; `partition` is one for all, or a tree of them."""
     if mesh is None:
