@@ -13,11 +13,12 @@ _DECODES_PER_CORE = 2
 _SPLITS_PER_PROGRAM = 2
 _LEAST_SPLIT = 256
 # In Triton's pipeline each tile waits for its page numbers, which are loads as well: of 5 stages two are
-# tiles, for which it keeps two buffers, or three where the tensor cores read them in place.
-_STAGES, _DECODE_BUFFERS, _PREFILL_BUFFERS = 5, 2, 3
-# Shared memory beside tiles: rearranged operands and what warps tell each other.
-_RESERVE = 8 * 1024
-# A tile of K, or of V. Some 64 KiB on their way hide a microsecond's latency at 40 GB/s and more a core.
+# tiles, with a buffer each, and one more where the tensor cores read them in place.
+_STAGES, _BUFFERS = 5, 2
+# Shared memory for what warps tell each other.
+_RESERVE = 1024
+# A tile of K, or of V. With 64 KiB on their way to a core, a microsecond of latency is hidden up to 64 GB/s;
+# an H200 has 36 for each.
 _TILE_BYTES = 16 * 1024
 _LEAST_SIDE, _MOST_KEYS, _MOST_EXACT_KEYS = 16, 128, 32
 _PREFILL_ROWS = 128
@@ -85,33 +86,31 @@ def gpu_blocks(
     Raises:
         UnsupportedModelError: heads too many or too large for the chip's shared memory.
     """
-    width = power_above(head_dim)
+    width, row = power_above(head_dim), power_above(group)
     # Heads of 256, and operands that are multiplied one by one, take twice the registers.
     exact, wide = product_bytes > 2, width > 128
     row_bytes = width * max(product_bytes, stored_bytes)
-    shared = chip.shared_memory // _DECODES_PER_CORE
-    decode_keys = _keys((shared - _RESERVE) // _DECODE_BUFFERS, row_bytes, exact)
-    rows = max(power_above(group), _PREFILL_ROWS >> (exact + wide))
-    queries = rows * row_bytes
-    prefill_keys = _keys((chip.shared_memory - _RESERVE - queries) // _PREFILL_BUFFERS, row_bytes, exact)
-    need = queries + _PREFILL_BUFFERS * 2 * prefill_keys * row_bytes
-    if need > chip.shared_memory - _RESERVE:
+    most_keys = min(_MOST_EXACT_KEYS if exact else _MOST_KEYS, _TILE_BYTES // row_bytes)
+
+    def keys(rows: int, buffers: int, shared_memory: int) -> int:
+        """What fits: queries, K and V in every buffer, and the weights of V on their way to the product."""
+        left = shared_memory - _RESERVE - rows * row_bytes
+        fit = left // (buffers * 2 * row_bytes + rows * product_bytes)
+        return min(most_keys, 1 << fit.bit_length() - 1) if fit >= _LEAST_SIDE else 0
+
+    rows = max(row, _PREFILL_ROWS >> (exact + wide))
+    decode_keys = keys(row, _BUFFERS, chip.shared_memory // _DECODES_PER_CORE)
+    decode_keys = decode_keys or keys(row, _BUFFERS, chip.shared_memory)
+    prefill_keys = keys(rows, _BUFFERS if exact else _BUFFERS + 1, chip.shared_memory)
+    if not decode_keys or not prefill_keys:
         raise UnsupportedModelError(
-            f"head_dim {head_dim} with {group} query heads of one KV head: attention needs {need + _RESERVE} "
-            f"bytes of shared memory, and the GPU has {chip.shared_memory}"
+            f"head_dim {head_dim} with {group} query heads of one KV head: attention does not fit into the "
+            f"{chip.shared_memory} bytes of the GPU's shared memory"
         )
     return GpuBlocks(
-        decode=Tiles(
-            rows=power_above(group), keys=decode_keys, warps=4 if group <= 32 else 8, stages=_STAGES
-        ),
+        decode=Tiles(rows=row, keys=decode_keys, warps=4 if row <= 32 else 8, stages=_STAGES),
         prefill=Tiles(rows=rows, keys=prefill_keys, warps=4 if wide and not exact else 8, stages=_STAGES),
         programs=chip.cores * _DECODES_PER_CORE,
         least_split=_LEAST_SPLIT,
         one_path=one_path,
     )
-
-
-def _keys(shared_memory: int, row_bytes: int, exact: bool) -> int:
-    """Keys of a tile, so that one of K and one of V fit into the shared memory."""
-    most = min(_TILE_BYTES, shared_memory // 2) // row_bytes
-    return min(_MOST_EXACT_KEYS if exact else _MOST_KEYS, max(_LEAST_SIDE, 1 << most.bit_length() - 1))

@@ -46,10 +46,10 @@ def test_tiles_are_powers_of_two_that_fit(
             assert side & (side - 1) == 0
         assert tiles.queries(group) >= 1
         assert blocks.least_split % tiles.keys == 0
-    # The buffers of Triton's pipeline, and the queries where the tensor cores read them from shared memory.
-    row_bytes = width * product_bytes
-    assert (2 * 2 * blocks.decode.keys + blocks.decode.rows) * row_bytes < chip.shared_memory
-    assert (3 * 2 * blocks.prefill.keys + blocks.prefill.rows) * row_bytes < chip.shared_memory
+    for tiles, buffers in ((blocks.decode, 2), (blocks.prefill, 2 if product_bytes == 4 else 3)):
+        tile = width * max(product_bytes, stored_bytes)
+        weights = tiles.rows * tiles.keys * product_bytes
+        assert (tiles.rows + 2 * buffers * tiles.keys) * tile + weights < chip.shared_memory
 
 
 def test_heads_too_large_for_a_chip_are_refused_by_name() -> None:
