@@ -178,6 +178,7 @@ def _step_program(plan: ProgramPlan, params: Params, tokens: int) -> Program:
         attention=plan.attention,
         unroll_layers=plan.unroll_layers,
         weights_first=plan.weights_first(tokens),
+        expert_loop=plan.platform == "cpu",
     )
     pool, last_tokens = plan.abstract_pool(), jax.ShapeDtypeStruct((plan.max_num_seqs,), jnp.int32)
     batch = StepBatch.abstract(tokens, plan.max_num_seqs, plan.table_width, plan.sample_rows)

@@ -33,9 +33,20 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """A mixture of experts in each layer: every token goes through `per_token` of `count` MLPs, weighted by a
+    softmax over all of them. `normalized` weights are scaled to sum to 1.
+    """
+
+    count: int
+    per_token: int
+    normalized: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A pre-norm decoder with gated MLP and grouped-query attention: Llama, Mistral, Qwen2 and 3, Gemma 2
-    and 3.
+    """A pre-norm decoder with gated MLP and grouped-query attention: Llama, Mistral, Mixtral, Qwen2 and 3,
+    Gemma 2 and 3.
 
     `windows[i]` is layer i's sliding window in tokens (a query sees itself and the `window - 1` before it),
     or None. Layers with a window take `local_rope` where it is given. Norms multiply by 1 + weight where
@@ -46,7 +57,7 @@ class ModelConfig:
     architecture: str
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
+    intermediate_size: int  # of the MLP, or of each expert
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -60,6 +71,7 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    experts: ExpertsConfig | None = None
     activation: Activation = "silu"
     attention_scale: float | None = None  # on q . k; None is head_dim ** -0.5
     attention_soft_cap: float | None = None

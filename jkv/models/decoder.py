@@ -1,8 +1,4 @@
-"""The decoder in Flax NNX: Llama, Mistral, Qwen and Gemma differ only by the flags of ModelConfig.
-
-Weights keep Hugging Face's `[out, in]` orientation: nothing is transposed at load, and on CPU YNNPACK
-then gives a product's rows the same bits for any number of rows from two up (see `product`).
-"""
+"""The decoder in Flax NNX: Llama, Mistral, Qwen and Gemma differ only by the fields of ModelConfig."""
 
 from __future__ import annotations
 
@@ -12,13 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import lax
 from jax.typing import DTypeLike
 
 from jkv.kernels.attention import AttentionSpec, attend
 from jkv.kernels.batch import StepBatch
 from jkv.kernels.kv_pool import KvArrays
-from jkv.models.config import Activation, ModelConfig
+from jkv.models.config import ModelConfig
+from jkv.models.experts import SparseMLP
+from jkv.models.layers import MLP, Linear, RMSNorm
 from jkv.models.rope import inverse_frequencies
 
 
@@ -29,7 +26,8 @@ class StepShape:
     pages: int
     attention: AttentionSpec
     unroll_layers: bool
-    weights_first: bool  # see `product`
+    weights_first: bool  # see jkv.models.layers.product
+    expert_loop: bool  # see jkv.models.experts
 
 
 @jax.tree_util.register_dataclass
@@ -39,6 +37,7 @@ class LayerContext:
 
     cos: jax.Array  # [ropes, T, head_dim / 2] float32
     sin: jax.Array
+    tokens: jax.Array  # int32 scalar: rows of the step that are no padding
     batch: StepBatch[jax.Array]
 
 
@@ -50,29 +49,6 @@ class LayerKind:
     index: jax.Array
     window: jax.Array
     rope: jax.Array  # into LayerContext.cos and sin
-
-
-class Linear(nnx.Module):
-    """`[T, in] -> [T, out]` with a weight of `[out, in]`."""
-
-    def __init__(self, inputs: int, outputs: int, *, bias: bool, dtype: DTypeLike) -> None:
-        self.weight = nnx.Param(jnp.zeros((outputs, inputs), dtype))
-        self.bias = nnx.Param(jnp.zeros((outputs,), dtype)) if bias else None
-
-    def __call__(self, x: jax.Array, *, weights_first: bool) -> jax.Array:
-        y = product(x, self.weight[...], weights_first=weights_first)
-        return y if self.bias is None else y + self.bias[...]
-
-
-class RMSNorm(nnx.Module):
-    """`rms_norm` with its weight."""
-
-    def __init__(self, size: int, config: ModelConfig, dtype: DTypeLike) -> None:
-        self.weight = nnx.Param(jnp.ones((size,), dtype))
-        self.eps, self.offset = config.rms_norm_eps, config.norm_offset
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return rms_norm(x, self.weight[...], self.eps, offset=self.offset)
 
 
 class Attention(nnx.Module):
@@ -122,22 +98,6 @@ class Attention(nnx.Module):
         return self.o_proj(out.reshape(x.shape[0], -1), weights_first=first), pool
 
 
-class MLP(nnx.Module):
-    """Gated feed-forward."""
-
-    def __init__(self, config: ModelConfig, dtype: DTypeLike) -> None:
-        size, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_proj = Linear(size, inner, bias=bias, dtype=dtype)
-        self.up_proj = Linear(size, inner, bias=bias, dtype=dtype)
-        self.down_proj = Linear(inner, size, bias=bias, dtype=dtype)
-        self.activation: Activation = config.activation
-
-    def __call__(self, x: jax.Array, *, weights_first: bool) -> jax.Array:
-        gate = self.gate_proj(x, weights_first=weights_first)
-        inner = activate(gate, self.activation) * self.up_proj(x, weights_first=weights_first)
-        return self.down_proj(inner, weights_first=weights_first)
-
-
 class DecoderLayer(nnx.Module):
     """Pre-norm attention and MLP with residuals. Attribute names are those of Hugging Face's tensors, so what
     `post_attention_layernorm` norms depends on the family: the MLP's input, or attention's output.
@@ -151,7 +111,7 @@ class DecoderLayer(nnx.Module):
         self.self_attn = Attention(config, dtype)
         self.post_attention_layernorm = norm()
         self.pre_feedforward_layernorm = norm() if config.output_norms else None
-        self.mlp = MLP(config, dtype)
+        self.mlp = MLP(config, dtype) if config.experts is None else SparseMLP(config, dtype)
         self.post_feedforward_layernorm = norm() if config.output_norms else None
 
     def __call__(
@@ -163,46 +123,18 @@ class DecoderLayer(nnx.Module):
         shape: StepShape,
     ) -> tuple[jax.Array, KvArrays[jax.Array]]:
         attended, pool = self.self_attn(self.input_layernorm(x), pool, kind, context, shape)
-        first = shape.weights_first
         if self.pre_feedforward_layernorm is None or self.post_feedforward_layernorm is None:
             x = x + attended
-            return x + self.mlp(self.post_attention_layernorm(x), weights_first=first), pool
+            return x + self._feed_forward(self.post_attention_layernorm(x), context, shape), pool
         x = x + self.post_attention_layernorm(attended)
-        inner = self.mlp(self.pre_feedforward_layernorm(x), weights_first=first)
+        inner = self._feed_forward(self.pre_feedforward_layernorm(x), context, shape)
         return x + self.post_feedforward_layernorm(inner), pool
 
-
-def product(
-    x: jax.Array, weight: jax.Array, *, weights_first: bool, dtype: DTypeLike | None = None
-) -> jax.Array:
-    """`[T, in] x [out, in] -> [T, out]`, in x's dtype unless `dtype` is given.
-
-    XLA:CPU first copies the right operand of a product into another order, which for few rows costs as much
-    as the product itself. `weights_first` makes that operand `x`; the rows' bits are then not those of other
-    products.
-    """
-    if not weights_first:
-        return jnp.einsum("ti,oi->to", x, weight, preferred_element_type=dtype)
-    # Without the barrier XLA would turn the transposed product back into the other one.
-    return lax.optimization_barrier(jnp.einsum("oi,ti->ot", weight, x, preferred_element_type=dtype)).T
-
-
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float, *, offset: bool) -> jax.Array:
-    """Root-mean-square norm over the last axis (arXiv:1910.07467), in float32 up to the weight. With `offset`
-    it multiplies by 1 + weight, in float32 too: as transformers does in either case.
-    """
-    wide = x.astype(jnp.float32)
-    scaled = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    if offset:
-        return (scaled * (1 + weight.astype(jnp.float32))).astype(x.dtype)
-    return scaled.astype(x.dtype) * weight
-
-
-def activate(x: jax.Array, activation: Activation) -> jax.Array:
-    """The gate's activation; GELU's tanh approximation (arXiv:1606.08415) in float32."""
-    if activation == "silu":
-        return jax.nn.silu(x)
-    return jax.nn.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype)
+    def _feed_forward(self, x: jax.Array, context: LayerContext, shape: StepShape) -> jax.Array:
+        first = shape.weights_first
+        if isinstance(self.mlp, MLP):
+            return self.mlp(x, weights_first=first)
+        return self.mlp(x, context.tokens, weights_first=first, expert_loop=shape.expert_loop)
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
@@ -215,12 +147,18 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 
 def layer_context(config: ModelConfig, batch: StepBatch[jax.Array]) -> LayerContext:
-    """Cosines and sines of a step's positions, under each rope of the model."""
+    """Cosines and sines of a step's positions, under each rope of the model, and its size."""
     ropes = [config.rope] if config.local_rope is None else [config.rope, config.local_rope]
     frequencies, scales = zip(*(inverse_frequencies(r, config.head_dim) for r in ropes), strict=True)
     per_rope = np.asarray(scales, np.float32)[:, None, None]
     angles = batch.positions.astype(jnp.float32)[None, :, None] * np.stack(frequencies)[:, None, :]
-    return LayerContext(cos=jnp.cos(angles) * per_rope, sin=jnp.sin(angles) * per_rope, batch=batch)
+    in_use = jnp.arange(batch.q_lens.shape[0]) < batch.counts[1]
+    return LayerContext(
+        cos=jnp.cos(angles) * per_rope,
+        sin=jnp.sin(angles) * per_rope,
+        tokens=jnp.sum(jnp.where(in_use, batch.q_lens, 0)),
+        batch=batch,
+    )
 
 
 def layer_kinds(config: ModelConfig) -> LayerKind:

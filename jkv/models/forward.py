@@ -15,15 +15,8 @@ from jkv.kernels.batch import StepBatch
 from jkv.kernels.kv_pool import KvArrays
 from jkv.kernels.mesh import whole
 from jkv.models.config import ModelConfig
-from jkv.models.decoder import (
-    LayerContext,
-    LayerKind,
-    StepShape,
-    layer_context,
-    layer_kinds,
-    product,
-    rms_norm,
-)
+from jkv.models.decoder import LayerContext, LayerKind, StepShape, layer_context, layer_kinds
+from jkv.models.layers import product, rms_norm
 from jkv.models.params import Params, layer_definition
 
 _Carry = tuple[jax.Array, KvArrays[jax.Array]]

@@ -7,6 +7,7 @@ from typing import Any
 
 from jkv.errors import ConfigError, UnsupportedModelError
 from jkv.models.config import ModelConfig, RopeConfig
+from jkv.models.hf_experts import experts_from_hf
 from jkv.models.hf_families import FAMILIES, Family
 from jkv.models.hf_fields import Fields
 from jkv.models.hf_neutral import NEUTRAL
@@ -45,11 +46,12 @@ def from_hf(config: Mapping[str, Any], generation_config: Mapping[str, Any] | No
     else:
         rope, local_rope = rope_from_hf(fields, max_position), None
     attention_bias = family.reads_attention_bias and fields.flag("attention_bias")
+    intermediate_size, experts = experts_from_hf(fields, family)
     result = ModelConfig(
         architecture=architecture,
         vocab_size=fields.positive_int("vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=fields.positive_int("intermediate_size"),
+        intermediate_size=intermediate_size,
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
@@ -64,6 +66,7 @@ def from_hf(config: Mapping[str, Any], generation_config: Mapping[str, Any] | No
         o_bias=attention_bias,
         mlp_bias=family.reads_mlp_bias and fields.flag("mlp_bias"),
         qk_norm=family.qk_norm,
+        experts=experts,
         **(_gemma(fields, family) if family.gemma else {}),
         bos_token_id=next(iter(fields.token_ids("bos_token_id")), None),
         eos_token_ids=_eos_token_ids(fields, generation_config),

@@ -42,6 +42,27 @@ _QWEN2 = _COMMON | {
     "sliding_window": 4096,
     "max_window_layers": 28,
 }
+_MIXTRAL = _MISTRAL | {
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1_000_000.0,
+    "sliding_window": None,
+    "num_experts_per_tok": 2,
+    "num_local_experts": 8,
+}
+_QWEN3_MOE = _COMMON | {
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32768,
+    "attention_bias": False,
+    "use_sliding_window": False,
+    "moe_intermediate_size": 768,
+    "num_experts_per_tok": 8,
+    "num_local_experts": 128,
+    "norm_topk_prob": False,
+}
 _GEMMA2 = {
     "vocab_size": 256000,
     "hidden_size": 2304,
@@ -72,6 +93,8 @@ _GEMMA3 = _GEMMA2 | {
     "attn_logit_softcapping": None,
     "final_logit_softcapping": None,
 }
+# For losses and noise while training, and for what transformers returns beside the logits.
+_ROUTER_TRAINING = frozenset({"output_router_logits", "router_aux_loss_coef", "router_jitter_noise"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +112,7 @@ class Family:
     reads_attention_bias: bool = False
     reads_mlp_bias: bool = False
     windows: Literal["none", "every layer", "qwen", "every second", "pattern"] = "none"
+    experts: Literal["none", "mixtral", "qwen"] = "none"
     gemma: bool = False
     local_rope: bool = False
     neutral: frozenset[str] = frozenset()
@@ -113,6 +137,19 @@ FAMILIES: Mapping[str, Family] = {
         qk_norm=True,
         reads_attention_bias=True,
         windows="qwen",
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        defaults=_QWEN3_MOE,
+        qk_norm=True,
+        reads_attention_bias=True,
+        experts="qwen",
+        neutral=_ROUTER_TRAINING | {"sliding_window", "max_window_layers"},  # no window: see hf_experts
+    ),
+    "MixtralForCausalLM": Family(
+        defaults=_MIXTRAL,
+        windows="every layer",
+        experts="mixtral",
+        neutral=_ROUTER_TRAINING,
     ),
     "Gemma2ForCausalLM": Family(
         defaults=_GEMMA2,

@@ -27,6 +27,22 @@ class Fields:
         self._read.add(name)
         return self._values.get(name, self._defaults.get(name))
 
+    def either(self, name: str, other: str) -> str:
+        """Of two names of one field, the one that is there, or `name`.
+
+        Raises:
+            ConfigError: both are there and differ.
+        """
+        if other not in self._values:
+            return name
+        self._read |= {name, other}
+        if name in self._values and self._values[name] != self._values[other]:
+            raise ConfigError(
+                f"config fields {self._prefix}{name}={self._values[name]!r} and "
+                f"{self._prefix}{other}={self._values[other]!r} disagree"
+            )
+        return other
+
     def positive_int(self, name: str) -> int:
         value = self.get(name)
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:

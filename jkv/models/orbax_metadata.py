@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from jkv.errors import ConfigError
-from jkv.models.config import ModelConfig, RopeConfig
+from jkv.models.config import ExpertsConfig, ModelConfig, RopeConfig
 
 FILE = "jkv.json"
 WEIGHTS = "weights"  # the Orbax checkpoint, in the same directory
@@ -56,10 +56,12 @@ def read_metadata(directory: Path) -> OrbaxMetadata:
 
 
 def _config(values: dict) -> ModelConfig:
-    local = values.get("local_rope")  # absent before there were models with two
+    # Absent before there were models with them.
+    local, experts = values.get("local_rope"), values.get("experts")
     changes = {
         "rope": RopeConfig(**values["rope"]),
         "local_rope": None if local is None else RopeConfig(**local),
+        "experts": None if experts is None else ExpertsConfig(**experts),
         "windows": tuple(values["windows"]),
         "eos_token_ids": tuple(values["eos_token_ids"]),
     }

@@ -12,11 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jkv.errors import UnsupportedModelError
-from jkv.kernels.mesh import shardings, tp_of
+from jkv.kernels.mesh import DeviceMesh, shardings, tp_of
 from jkv.models.config import ModelConfig
 from jkv.models.decoder import DecoderLayer
 from jkv.models.sharding import tensor_sharding, widened, widened_tensor
@@ -51,7 +50,7 @@ def layer_definition(config: ModelConfig, dtype: DTypeLike) -> tuple[nnx.GraphDe
 
 
 def abstract_params(
-    config: ModelConfig, dtype: DTypeLike, *, stacked: bool, mesh: Mesh | None = None
+    config: ModelConfig, dtype: DTypeLike, *, stacked: bool, mesh: DeviceMesh | None = None
 ) -> Params:
     """Shapes, dtypes and, with a mesh, shardings of every parameter."""
     config = widened(config, tp_of(mesh))
@@ -82,7 +81,7 @@ def load_params(
     *,
     stacked: bool,
     workers: int,
-    mesh: Mesh | None = None,
+    mesh: DeviceMesh | None = None,
     progress: Callable[[float], None] = lambda done: None,
 ) -> Params:
     """Reads a checkpoint into device arrays, several tensors at once; with a mesh, each device only gets its
@@ -91,14 +90,18 @@ def load_params(
     Raises:
         UnsupportedModelError: a tensor is missing, has the wrong shape, or is not one this model has.
     """
-    names = tensor_names(config, dtype)
-    _refuse_unknown(names, source, config)
+    names = _parameter_shapes(config, dtype)
+    _refuse_unknown(tensor_names(config, dtype), source, config)
     done, lock = 0, threading.Lock()
+
+    def read_tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        array = np.asarray(_checked(name, shape, source), dtype=jnp.dtype(dtype))
+        return widened_tensor(name, array, config, tp_of(mesh))
 
     def read(name: str) -> np.ndarray:
         nonlocal done
-        array = np.asarray(_checked(name, names[name], source), dtype=jnp.dtype(dtype))
-        array = widened_tensor(name, array, config, tp_of(mesh))
+        parts = [read_tensor(*part) for part in _tensors(name, names[name]).items()]
+        array = np.stack(parts) if _of_experts(name) else parts[0]
         with lock:  # the share never goes back
             done += 1
             progress(done / len(names))
@@ -129,6 +132,15 @@ def load_params(
 
 def tensor_names(config: ModelConfig, dtype: DTypeLike) -> dict[str, tuple[int, ...]]:
     """Every tensor the model reads, by Hugging Face name, with its shape."""
+    return {
+        tensor: part
+        for name, shape in _parameter_shapes(config, dtype).items()
+        for tensor, part in _tensors(name, shape).items()
+    }
+
+
+def _parameter_shapes(config: ModelConfig, dtype: DTypeLike) -> dict[str, tuple[int, ...]]:
+    """Every parameter by the name of its tensor, with its shape on one device."""
     _, layer = layer_definition(config, dtype)
     leaves = jax.tree_util.tree_leaves_with_path(layer)
     names = {_EMBED: (config.vocab_size, config.hidden_size), _NORM: (config.hidden_size,)}
@@ -142,6 +154,18 @@ def tensor_names(config: ModelConfig, dtype: DTypeLike) -> dict[str, tuple[int, 
 def _tensor_name(layer: int, path: tuple[Any, ...]) -> str:
     parts = [str(k.key) for k in path if hasattr(k, "key")]
     return f"model.layers.{layer}." + ".".join(parts)
+
+
+def _of_experts(name: str) -> bool:
+    return ".experts." in name
+
+
+def _tensors(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """What a parameter is made of: the tensor of its name, or one for each expert."""
+    if not _of_experts(name):
+        return {name: shape}
+    module, projection = name.split(".experts.")
+    return {f"{module}.experts.{i}.{projection}": shape[1:] for i in range(shape[0])}
 
 
 def _checked(name: str, shape: tuple[int, ...], source: TensorSource) -> np.ndarray:

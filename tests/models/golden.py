@@ -22,6 +22,7 @@ NAMES = (
     "mistral_window",
     "gemma2",
     "gemma3",
+    "qwen3_moe",
 )
 
 _GGUF_NAMES = {

@@ -6,12 +6,14 @@ from typing import Any
 import pytest
 
 from jkv.errors import ConfigError, UnsupportedModelError
-from jkv.models.config import RopeConfig
+from jkv.models.config import ExpertsConfig, RopeConfig
 from jkv.models.hf_config import from_hf
 from tests.models.golden import NAMES, config_json
 
 LLAMA: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_attention_heads": 4}
 QWEN3: dict[str, Any] = {"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 4}
+QWEN3_MOE: dict[str, Any] = {"architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 4}
+MIXTRAL: dict[str, Any] = {"architectures": ["MixtralForCausalLM"], "num_hidden_layers": 4}
 GEMMA2: dict[str, Any] = {"architectures": ["Gemma2ForCausalLM"], "num_hidden_layers": 4}
 GEMMA3: dict[str, Any] = {"architectures": ["Gemma3ForCausalLM"], "num_hidden_layers": 4}
 
@@ -217,6 +219,60 @@ def test_impossible_values_of_gemma_are_named(config: dict[str, Any], named: str
     assert named in str(error.value)
 
 
+def test_experts_under_either_name_of_their_number() -> None:
+    moe = config_json("qwen3_moe")
+    assert from_hf(moe).experts == ExpertsConfig(count=8, per_token=2, normalized=True)
+    assert from_hf(moe).intermediate_size == 48
+    hub = {name: value for name, value in moe.items() if name != "num_local_experts"}
+    assert from_hf(hub | {"num_experts": 8}) == from_hf(moe)
+    assert from_hf(moe | {"num_experts": 8, "norm_topk_prob": False}).experts == ExpertsConfig(
+        count=8, per_token=2, normalized=False
+    )
+
+
+def test_what_mixtral_brings() -> None:
+    config = from_hf(MIXTRAL)
+    assert config.experts == ExpertsConfig(count=8, per_token=2, normalized=True)
+    assert (config.intermediate_size, config.rms_norm_eps, config.rope.theta) == (14336, 1e-5, 1e6)
+    assert (config.windows, config.qk_norm, config.qkv_bias) == ((None,) * 4, False, False)
+    assert from_hf(MIXTRAL | {"sliding_window": 4096}).windows == (4096,) * 4
+    trained = {"output_router_logits": True, "router_aux_loss_coef": 0.02, "router_jitter_noise": 0.1}
+    assert from_hf(MIXTRAL | trained) == config
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (QWEN3_MOE | {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
+        (QWEN3_MOE | {"mlp_only_layers": [0]}, "mlp_only_layers=[0]"),
+        (QWEN3_MOE | {"use_sliding_window": True}, "use_sliding_window=True"),
+        (QWEN3_MOE | {"shared_expert_intermediate_size": 512}, "shared_expert_intermediate_size=512"),
+        (QWEN3_MOE | {"n_shared_experts": 1}, "n_shared_experts=1"),
+        (MIXTRAL | {"norm_topk_prob": True}, "norm_topk_prob=True"),
+        (MIXTRAL | {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+    ],
+)
+def test_other_mixtures_are_refused_by_name(config: dict[str, Any], named: str) -> None:
+    with pytest.raises(UnsupportedModelError) as error:
+        from_hf(config)
+    assert named in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (QWEN3_MOE | {"num_experts": 8, "num_local_experts": 16}, "num_local_experts=16 and num_experts=8"),
+        (QWEN3_MOE | {"num_experts": 4}, "num_experts_per_tok=8: it must be at most num_experts=4"),
+        (QWEN3_MOE | {"norm_topk_prob": 1}, "norm_topk_prob=1"),
+        (MIXTRAL | {"num_local_experts": 0}, "num_local_experts=0"),
+    ],
+)
+def test_impossible_mixtures_are_named(config: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        from_hf(config)
+    assert named in str(error.value)
+
+
 def test_generation_config_adds_end_tokens() -> None:
     config = from_hf({**LLAMA, "eos_token_id": [5, 7]}, {"eos_token_id": [7, 9], "temperature": 0.6})
     assert config.eos_token_ids == (5, 7, 9)
@@ -264,7 +320,7 @@ def test_yarn_defaults_follow_the_context() -> None:
     ("fields", "named"),
     [
         ({"architectures": ["GemmaForCausalLM"]}, "GemmaForCausalLM"),
-        ({"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8}, "mixture of experts"),
+        ({"architectures": ["Qwen2MoeForCausalLM"], "num_experts": 8}, "mixture of experts"),
         ({"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512}, "MLA"),
         ({"architectures": ["MambaForCausalLM"], "state_size": 16}, "linear-attention"),
         ({"architectures": ["LlavaForConditionalGeneration"], "vision_config": {}}, "images"),

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jkv.models.decoder import product
+from jkv.models.layers import product
 
 _ROWS, _IN, _OUT = 8, 64, 96
 _RNG = np.random.default_rng(0)

@@ -1,0 +1,126 @@
+"""A mixture of experts (Shazeer et al., arXiv:1701.06538; Mixtral, arXiv:2401.04088).
+
+Tokens are sorted by expert, so that each expert multiplies one run of rows. Accelerators do that in one
+ragged product for all experts. XLA:CPU would expand it into a dense product with every expert, so there a
+loop takes the experts that have tokens one after the other, and reads only their weights.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.typing import DTypeLike
+
+from jkv.models.config import Activation, ModelConfig
+from jkv.models.layers import Linear, activate, product
+
+_LARGEST_BLOCK = 64
+# Of rows `[T, in]` and weights `[experts, out, in]`, with one group of rows for each expert.
+_BY_EXPERT = lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
+)
+
+
+class SparseMLP(nnx.Module):
+    """The router and its experts. Attribute names are those of Qwen3-MoE's tensors."""
+
+    def __init__(self, config: ModelConfig, dtype: DTypeLike) -> None:
+        assert config.experts is not None
+        self.count, self.per_token = config.experts.count, config.experts.per_token
+        self.normalized = config.experts.normalized
+        self.gate = Linear(config.hidden_size, self.count, bias=False, dtype=dtype)
+        self.experts = Experts(config, dtype)
+
+    def __call__(
+        self, x: jax.Array, tokens: jax.Array, *, weights_first: bool, expert_loop: bool
+    ) -> jax.Array:
+        """`[T, hidden] -> [T, hidden]`; rows from `tokens` on are padding, go to no expert and give zeros."""
+        weights, chosen = self._route(x, weights_first=weights_first)
+        used = (jnp.arange(x.shape[0]) < tokens)[:, None]
+        # Padding sorts behind every expert.
+        expert = jnp.where(used, chosen, self.count).reshape(-1)
+        order = jnp.argsort(expert, stable=True)
+        sizes = jnp.bincount(expert, length=self.count)
+        rows = x[order // self.per_token]
+        if expert_loop:
+            out = self.experts.loop(rows, sizes, weights_first=weights_first)
+        else:
+            out = self.experts.ragged(rows, sizes)
+        by_token = out[jnp.argsort(order)].reshape(x.shape[0], self.per_token, -1)
+        # Added one after the other: the order of a reduction could depend on its shape.
+        total = by_token[:, 0] * weights[:, :1]
+        for i in range(1, self.per_token):
+            total += by_token[:, i] * weights[:, i : i + 1]
+        return jnp.where(used, total, 0)
+
+    def _route(self, x: jax.Array, *, weights_first: bool) -> tuple[jax.Array, jax.Array]:
+        """Weights `[T, per_token]` in x's dtype and expert numbers, likeliest first."""
+        scores = product(x, self.gate.weight[...], weights_first=weights_first, dtype=jnp.float32)
+        weights, chosen = lax.top_k(jax.nn.softmax(scores, axis=-1), self.per_token)
+        if self.normalized:
+            weights = weights / weights.sum(axis=-1, keepdims=True)
+        return weights.astype(x.dtype), chosen
+
+
+class ExpertLinear(nnx.Module):
+    """The weights of one projection of all experts, `[experts, out, in]`."""
+
+    def __init__(self, experts: int, inputs: int, outputs: int, dtype: DTypeLike) -> None:
+        self.weight = nnx.Param(jnp.zeros((experts, outputs, inputs), dtype))
+
+
+class Experts(nnx.Module):
+    """Gated MLPs over rows sorted by expert: `sizes[i]` of them are for expert i, and what lies behind them
+    has no expert and gives unspecified rows.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: DTypeLike) -> None:
+        assert config.experts is not None
+        count, size, inner = config.experts.count, config.hidden_size, config.intermediate_size
+        self.gate_proj = ExpertLinear(count, size, inner, dtype)
+        self.up_proj = ExpertLinear(count, size, inner, dtype)
+        self.down_proj = ExpertLinear(count, inner, size, dtype)
+        self.activation: Activation = config.activation
+
+    def ragged(self, rows: jax.Array, sizes: jax.Array) -> jax.Array:
+        """All experts at once."""
+
+        def multiply(x: jax.Array, projection: ExpertLinear) -> jax.Array:
+            return lax.ragged_dot_general(x, projection.weight[...], sizes, _BY_EXPERT)
+
+        inner = activate(multiply(rows, self.gate_proj), self.activation) * multiply(rows, self.up_proj)
+        return multiply(inner, self.down_proj)
+
+    def loop(self, rows: jax.Array, sizes: jax.Array, *, weights_first: bool) -> jax.Array:
+        """One expert after the other, a block of rows at a time."""
+        block = _block_rows(rows.shape[0], sizes.shape[0])
+        # The last block of an expert reaches past its rows: behind the last expert's there must be some.
+        padded = jnp.pad(rows, ((0, block), (0, 0)))
+        starts = jnp.cumsum(sizes) - sizes
+        busy = jnp.argsort(sizes == 0, stable=True)  # those with rows first, in order
+
+        def one_expert(i: jax.Array, out: jax.Array) -> jax.Array:
+            expert = busy[i]
+            gate, up, down = (p.weight[...][expert] for p in (self.gate_proj, self.up_proj, self.down_proj))
+
+            def one_block(j: jax.Array, out: jax.Array) -> jax.Array:
+                at = starts[expert] + j * block
+                x = lax.dynamic_slice_in_dim(padded, at, block)
+                inner = activate(product(x, gate, weights_first=weights_first), self.activation)
+                inner = inner * product(x, up, weights_first=weights_first)
+                y = product(inner, down, weights_first=weights_first)
+                # What spills into the next expert's rows is overwritten by that one.
+                return lax.dynamic_update_slice_in_dim(out, y, at, 0)
+
+            return lax.fori_loop(0, (sizes[expert] + block - 1) // block, one_block, out)
+
+        return lax.fori_loop(0, jnp.sum(sizes > 0), one_expert, jnp.zeros_like(padded))[: rows.shape[0]]
+
+
+def _block_rows(rows: int, experts: int) -> int:
+    """The power of two above the rows that an expert gets on average, within limits. Blocks of two rows and
+    more round alike, so that a row's bits do not depend on the batch.
+    """
+    return min(max(2, 1 << (rows // experts).bit_length()), _LARGEST_BLOCK)
