@@ -53,6 +53,12 @@ def flag(default: Any = None, *, default_factory: Callable[[], Any] | None = Non
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def same_flag(cls: type, attribute: str) -> Any:
+    """A field that is the same flag as another dataclass has."""
+    (field,) = (item for item in dataclasses.fields(cls) if item.name == attribute)
+    return dataclasses.field(default=field.default, metadata=field.metadata)
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Flag:
     """A field seen as a flag: `kind` is bool, int, float or str; `many` marks a `tuple[kind, ...]`."""

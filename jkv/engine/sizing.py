@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from jkv.config import GIB, ServeConfig
 from jkv.engine.host_memory import check_host_memory, host_available
@@ -29,9 +30,11 @@ def plan_l1(config: ServeConfig, plan: ProgramPlan) -> int:
     return l1_pages(config, plan.pool.device_page_bytes, memory)
 
 
-def host_memory(config: ServeConfig) -> Memory:
-    """On CPU, L1 shares the machine's memory with L2 and everything else: a GiB unless asked otherwise."""
-    available = max(0, host_available() - config.l2_bytes)
+def host_memory(config: ServeConfig, to_come: int = 0) -> Memory:
+    """On CPU, L1 shares the machine's memory with L2 and everything else: a GiB unless asked otherwise.
+    `to_come` are bytes that are not taken yet, but will be before L1.
+    """
+    available = max(0, host_available() - config.l2_bytes - to_come)
     where = f"on the host beside --l2-gib {config.l2_gib:g}" if config.l2_bytes else "on the host"
     return Memory(available=available, default=min(_CPU_L1_BYTES, available), where=where)
 
@@ -40,7 +43,7 @@ def device_memory(plan: ProgramPlan) -> Memory:
     """Each accelerator's memory less weights, sampler state, pages on their way in and what the plan's
     programs need: all L1's.
     """
-    devices = jax.local_devices()[:1] if plan.mesh is None else plan.mesh.devices.flat
+    devices = plan.mesh.devices.flat if isinstance(plan.mesh, Mesh) else jax.local_devices()[:1]
     free = min(_free(device) for device in devices)
     every = list(programs(plan))
     largest = [program_bytes(p) for p in every if p.name in largest_programs(plan)]

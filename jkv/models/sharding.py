@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jkv.errors import ConfigError
-from jkv.kernels.mesh import TP, WHOLE, tp_of
+from jkv.kernels.mesh import TP, WHOLE, DeviceMesh, tp_of
 from jkv.models.config import ModelConfig
 
 _BY_OUTPUT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
@@ -22,9 +22,14 @@ _BY_INPUT = ("o_proj", "down_proj")
 _BY_VOCABULARY = ("embed_tokens", "lm_head")
 
 
+def possible_tp(config: ModelConfig) -> list[int]:
+    """How many devices can have whole heads each."""
+    return [n for n in range(1, config.num_heads + 1) if _shares_heads(n, config)]
+
+
 def check_tp(tp: int, config: ModelConfig) -> None:
     """Raises ConfigError where `tp` devices cannot have whole heads each."""
-    allowed = [n for n in range(1, config.num_heads + 1) if _shares_heads(n, config)]
+    allowed = possible_tp(config)
     if tp not in allowed:
         raise ConfigError(
             f"--tp {tp}: the model has {config.num_heads} heads and {config.num_kv_heads} KV heads; "
@@ -85,7 +90,9 @@ def partition(name: str, shape: tuple[int, ...], tp: int) -> P:
     return WHOLE
 
 
-def tensor_sharding(name: str, shape: tuple[int, ...], mesh: Mesh | None, *, stacked: bool = False) -> Any:
+def tensor_sharding(
+    name: str, shape: tuple[int, ...], mesh: DeviceMesh | None, *, stacked: bool = False
+) -> Any:
     """Where a tensor goes, None without a mesh. `stacked` ones have an axis of layers before those of
     `shape`.
     """

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from jkv.errors import ConfigError
+from jkv.plan import targets
+from jkv.plan.targets import TARGETS, find_libtpu
+
+
+@pytest.fixture
+def nothing_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setattr(targets, "find_spec", lambda name: None)
+    return tmp_path
+
+
+def test_a_tpu_without_its_compiler_says_what_to_install(nothing_installed: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^--target tpu-v6e:2x2: .* pip install libtpu==.*TPU_LIBRARY_PATH"
+    ):
+        TARGETS["tpu-v6e:2x2"].environment()
+
+
+def test_libtpu_is_taken_from_the_variable_first_then_from_beside_the_packages(
+    monkeypatch: pytest.MonkeyPatch, nothing_installed: Path
+) -> None:
+    beside = nothing_installed / "libtpu-0.0.1" / "libtpu" / "libtpu.so"
+    beside.parent.mkdir(parents=True)
+    beside.touch()
+    assert find_libtpu() == beside
+    monkeypatch.setenv("TPU_LIBRARY_PATH", "other.so")
+    assert TARGETS["tpu-v5e:2x2"].environment()["TPU_LIBRARY_PATH"] == "other.so"
+
+
+def test_a_cpu_needs_nothing(nothing_installed: Path) -> None:
+    assert TARGETS["cpu"].environment()["JAX_PLATFORMS"] == "cpu"
