@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from jkv.engine.sampling import SampleBatch, Sampled, SamplerState, admit, sample
 from jkv.kernels.attention import AttentionSpec
 from jkv.kernels.batch import StepBatch
+from jkv.kernels.gpu_blocks import GpuBlocks, GpuChip, gpu_blocks
 from jkv.kernels.kv_pool import KvArrays, PoolShape
 from jkv.kernels.mesh import PAGE, WHOLE, placed, pool_partition, shardings, split, tp_of, whole
 from jkv.kernels.page_transfer import gather_pages, scatter_pages
@@ -60,7 +61,8 @@ class ProgramPlan:
 
     `batch_invariant` leaves out the buckets and block sizes whose rows would round differently: a product of
     one row, and key blocks that differ between prefill and decode. `mesh` has the devices that share the
-    model, as many as `pool.tp`; None is one device.
+    model, as many as `pool.tp`; None is one device. `gpu` is what kernels are cut for where the platform is
+    one.
     """
 
     platform: Platform
@@ -71,10 +73,12 @@ class ProgramPlan:
     max_batched_tokens: int
     table_width: int
     batch_invariant: bool
+    gpu: GpuChip | None = None
     mesh: Mesh | None = None
 
     def __post_init__(self) -> None:
         assert self.pool.tp == tp_of(self.mesh)
+        assert (self.gpu is not None) == (self.platform == "gpu")
 
     def abstract_pool(self) -> KvArrays[jax.ShapeDtypeStruct]:
         """Shapes, dtypes and shardings of the KV pool."""
@@ -101,8 +105,22 @@ class ProgramPlan:
 
     @property
     def attention(self) -> AttentionSpec:
+        if self.gpu is not None:
+            return AttentionSpec(kernel="triton", blocks=self._gpu_blocks(self.gpu), mesh=self.mesh)
         blocks = BATCH_INVARIANT_BLOCKS if self.batch_invariant else AttentionBlocks()
         return AttentionSpec(kernel="xla", blocks=blocks, mesh=self.mesh)
+
+    def _gpu_blocks(self, chip: GpuChip) -> GpuBlocks:
+        config = widened(self.config, self.pool.tp)
+        stored = self.pool.dtype if not self.pool.quantized else self.dtype
+        return gpu_blocks(
+            chip,
+            head_dim=config.head_dim,
+            group=config.num_heads // config.num_kv_heads,
+            product_bytes=jnp.promote_types(self.dtype, stored).itemsize,
+            stored_bytes=jnp.dtype(self.pool.dtype).itemsize,
+            one_path=self.batch_invariant,
+        )
 
     def weights_first(self, rows: int) -> bool:
         """How a program multiplies `rows` rows by the weights (see `jkv.models.decoder.product`).

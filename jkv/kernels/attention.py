@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import jax
 from jax.sharding import Mesh
 
-from jkv.kernels import xla_attention
+from jkv.kernels import gpu_attention, xla_attention
 from jkv.kernels.batch import StepBatch
+from jkv.kernels.gpu_blocks import GpuBlocks
 from jkv.kernels.kv_pool import KvArrays, write_kv
 from jkv.kernels.mesh import BY_HEAD, WHOLE, pool_partition
 from jkv.kernels.xla_attention import AttentionBlocks
 
-Kernel = Literal["xla"]
+Kernel = Literal["xla", "triton"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
     """What a compiled step's attention is specialized on beside its arrays' shapes. Over a `mesh` every
-    device attends with the heads that it has (see jkv.kernels.mesh).
+    device attends with the heads that it has (see jkv.kernels.mesh). With `interpret` a Pallas kernel runs as
+    an XLA program, on any device.
     """
 
     kernel: Kernel
-    blocks: AttentionBlocks
+    blocks: AttentionBlocks | GpuBlocks
+    interpret: bool = False
     mesh: Mesh | None = None
 
 
@@ -97,14 +101,8 @@ def _read(
     spec: AttentionSpec,
 ) -> jax.Array:
     """The attention itself, of the heads that one device has."""
-    return xla_attention.paged_attention(
-        q,
-        pool,
-        layer,
-        pages,
-        batch,
-        window=window,
-        scale=scale,
-        soft_cap=soft_cap,
-        blocks=spec.blocks,
-    )
+    if isinstance(spec.blocks, GpuBlocks):
+        run = partial(gpu_attention.paged_attention, blocks=spec.blocks, interpret=spec.interpret)
+    else:
+        run = partial(xla_attention.paged_attention, blocks=spec.blocks)
+    return run(q, pool, layer, pages, batch, window=window, scale=scale, soft_cap=soft_cap)
