@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jkv.engine.sampling import SampleBatch, Sampled, SamplerState, admit, sample
@@ -19,7 +19,7 @@ from jkv.kernels.attention import AttentionSpec
 from jkv.kernels.batch import StepBatch
 from jkv.kernels.gpu_blocks import GpuBlocks, GpuChip, gpu_blocks
 from jkv.kernels.kv_pool import KvArrays, PoolShape
-from jkv.kernels.mesh import PAGE, WHOLE, placed, pool_partition, shardings, split, tp_of, whole
+from jkv.kernels.mesh import PAGE, WHOLE, DeviceMesh, placed, pool_partition, shardings, split, tp_of, whole
 from jkv.kernels.page_transfer import gather_pages, scatter_pages
 from jkv.kernels.split_transfer import gather_split_pages, scatter_split_pages
 from jkv.kernels.xla_attention import BATCH_INVARIANT_BLOCKS, AttentionBlocks
@@ -74,7 +74,7 @@ class ProgramPlan:
     table_width: int
     batch_invariant: bool
     gpu: GpuChip | None = None
-    mesh: Mesh | None = None
+    mesh: DeviceMesh | None = None
 
     def __post_init__(self) -> None:
         assert self.pool.tp == tp_of(self.mesh)

@@ -7,13 +7,12 @@ from functools import partial
 from typing import Literal
 
 import jax
-from jax.sharding import Mesh
 
 from jkv.kernels import gpu_attention, xla_attention
 from jkv.kernels.batch import StepBatch
 from jkv.kernels.gpu_blocks import GpuBlocks
 from jkv.kernels.kv_pool import KvArrays, write_kv
-from jkv.kernels.mesh import BY_HEAD, WHOLE, pool_partition
+from jkv.kernels.mesh import BY_HEAD, WHOLE, DeviceMesh, pool_partition
 from jkv.kernels.xla_attention import AttentionBlocks
 
 Kernel = Literal["xla", "triton"]
@@ -29,7 +28,7 @@ class AttentionSpec:
     kernel: Kernel
     blocks: AttentionBlocks | GpuBlocks
     interpret: bool = False
-    mesh: Mesh | None = None
+    mesh: DeviceMesh | None = None
 
 
 def attend(

@@ -9,11 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jkv.kernels.kv_pool import KvArrays
 
+# Devices, or only how many there are, to lower for.
+DeviceMesh = Mesh | AbstractMesh
 TP = "tp"
 WHOLE = P()
 # Queries, keys, values and attention's output, `[T, heads, head_dim]`.
@@ -22,7 +24,7 @@ BY_HEAD = P(None, TP, None)
 PAGE = P(TP)
 
 
-def tp_of(mesh: Mesh | None) -> int:
+def tp_of(mesh: DeviceMesh | None) -> int:
     """Devices that share the model; no mesh is one device."""
     return 1 if mesh is None else mesh.shape[TP]
 
@@ -32,12 +34,12 @@ def pool_partition(pool: KvArrays[Any]) -> KvArrays[Any]:
     return jax.tree.map(lambda x: P(*[None] * (x.ndim - 1), TP), pool)
 
 
-def whole(x: jax.Array, mesh: Mesh | None) -> jax.Array:
+def whole(x: jax.Array, mesh: DeviceMesh | None) -> jax.Array:
     """Has every device hold all of `x`, in a program: partial sums become sums, pieces are gathered."""
     return x if mesh is None else jax.lax.with_sharding_constraint(x, NamedSharding(mesh, WHOLE))
 
 
-def split(x: jax.Array, mesh: Mesh | None) -> jax.Array:
+def split(x: jax.Array, mesh: DeviceMesh | None) -> jax.Array:
     """Has every device compute its part of `x`'s last axis, in a program; all of it where that does not
     divide.
     """
@@ -47,7 +49,7 @@ def split(x: jax.Array, mesh: Mesh | None) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, partition))
 
 
-def placed(tree: Any, mesh: Mesh | None, partition: Any = WHOLE) -> Any:
+def placed(tree: Any, mesh: DeviceMesh | None, partition: Any = WHOLE) -> Any:
     """Abstract arrays with their shardings; `partition` is one for all, or a tree of them."""
     if mesh is None:
         return tree

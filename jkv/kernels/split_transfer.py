@@ -9,15 +9,14 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh
 
 from jkv.kernels.kv_pool import KvArrays, PoolShape
-from jkv.kernels.mesh import PAGE, TP, WHOLE, pool_partition
+from jkv.kernels.mesh import PAGE, TP, WHOLE, DeviceMesh, pool_partition
 from jkv.kernels.page_transfer import gather_pages, scatter_pages
 
 
 def gather_split_pages(
-    pool: KvArrays[jax.Array], numbers: jax.Array, *, shape: PoolShape, mesh: Mesh
+    pool: KvArrays[jax.Array], numbers: jax.Array, *, shape: PoolShape, mesh: DeviceMesh
 ) -> tuple[KvArrays[jax.Array], ...]:
     """As `gather_pages`; the copies have `shape.split_page_shape`."""
 
@@ -34,7 +33,7 @@ def scatter_split_pages(
     numbers: jax.Array,
     *copies: KvArrays[jax.Array],
     shape: PoolShape,
-    mesh: Mesh,
+    mesh: DeviceMesh,
 ) -> KvArrays[jax.Array]:
     """As `scatter_pages`, for copies that `gather_split_pages` made."""
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+from jax.sharding import AbstractMesh, Mesh
+
 from jkv.config import ServeConfig
 from jkv.engine.planning import plan_for, with_pages
 from jkv.engine.programs import Platform, ProgramPlan
+from jkv.kernels.mesh import TP
 from jkv.models.config import ModelConfig, RopeConfig
 
 SMOLLM2 = ModelConfig(
@@ -40,6 +45,24 @@ LLAMA3_8B = ModelConfig(
 )
 
 
+QWEN3_1_7B = ModelConfig(
+    architecture="Qwen3ForCausalLM",
+    vocab_size=151936,
+    hidden_size=2048,
+    intermediate_size=6144,
+    num_layers=28,
+    num_heads=16,
+    num_kv_heads=8,
+    head_dim=128,
+    max_position=40960,
+    rms_norm_eps=1e-6,
+    rope=RopeConfig(theta=1_000_000),
+    windows=(None,) * 28,
+    tie_embeddings=True,
+    qk_norm=True,
+)
+
+
 def plan_of(
     config: ModelConfig,
     *,
@@ -63,6 +86,13 @@ def plan_of(
     return with_pages(plan_for(serve, config, platform), pages)
 
 
+def over(plan: ProgramPlan, mesh: Mesh | AbstractMesh) -> ProgramPlan:
+    """The same plan for devices that share the model."""
+    return dataclasses.replace(plan, mesh=mesh, pool=dataclasses.replace(plan.pool, tp=mesh.size))
+
+
+# Devices that need not be there.
+FOUR = AbstractMesh((4,), (TP,))
 # Of real depth, for under scan layers cost no time to compile.
 TPU_PLANS = {
     "smollm2": plan_of(SMOLLM2, dtype="bfloat16", pages=1024, platform="tpu"),
@@ -70,4 +100,6 @@ TPU_PLANS = {
     "smollm2-int8-kv": plan_of(SMOLLM2, dtype="bfloat16", kv_dtype="int8", pages=1024, platform="tpu"),
     "llama3-8b-int8-kv": plan_of(LLAMA3_8B, dtype="bfloat16", kv_dtype="int8", pages=1024, platform="tpu"),
     "llama3-8b": plan_of(LLAMA3_8B, dtype="bfloat16", pages=1024, platform="tpu"),
+    "llama3-8b-tp4": over(plan_of(LLAMA3_8B, dtype="bfloat16", pages=1024, platform="tpu"), FOUR),
+    "qwen3-1.7b-tp4": over(plan_of(QWEN3_1_7B, dtype="bfloat16", pages=1024, platform="tpu"), FOUR),
 }

@@ -16,7 +16,7 @@ import jax
 import pytest
 
 from jkv.engine.programs import gather_name, programs, scatter_name
-from tests.engine.compile_for_tpu import ENVIRONMENT
+from tests.engine.compile_for_tpu import COLLECTIVES, ENVIRONMENT
 from tests.engine.plans import TPU_PLANS
 
 _ROOT = Path(__file__).parents[2]
@@ -32,12 +32,18 @@ STEPS = [
     ("llama3-8b-int8-kv", "step/16"),
     ("llama3-8b", "step/1"),
     ("llama3-8b", "step/64"),
+    ("llama3-8b-tp4", "step/16"),
+    ("qwen3-1.7b-tp4", "step/64"),
+    pytest.param("llama3-8b-tp4", "step/1", marks=pytest.mark.full),
+    pytest.param("llama3-8b-tp4", "step/512", marks=pytest.mark.full),
+    pytest.param("qwen3-1.7b-tp4", "step/512", marks=pytest.mark.full),
     pytest.param("llama3-8b", "step/512", marks=pytest.mark.full),
 ]
 SAMPLING = [
     ("smollm2", "admit"),
     ("smollm2", "sample/16"),
     pytest.param("llama3-8b", "sample/16", marks=pytest.mark.full),
+    pytest.param("llama3-8b-tp4", "sample/16", marks=pytest.mark.full),
 ]
 TRANSFERS = [
     ("smollm2", 1),
@@ -46,6 +52,8 @@ TRANSFERS = [
     ("smollm2-int8-kv", 16),
     ("llama3-8b-int8-kv", 1),
     ("llama3-8b", 16),
+    ("llama3-8b-tp4", 16),
+    ("qwen3-1.7b-tp4", 4),
 ]
 
 Needs = Callable[[str, str], dict[str, int] | None]
@@ -58,8 +66,9 @@ def test_a_step_writes_the_pool_in_place_and_makes_no_copy_of_it(
     pool = TPU_PLANS[plan].pool
     found = needs(plan, program)
     if found is not None:
-        assert found["alias"] == pool.pages * pool.page_bytes
-        assert found["temporaries"] < min(32 * _MIB, pool.pages * pool.page_bytes // 16)
+        size = pool.pages * pool.device_page_bytes
+        assert found["alias"] == size
+        assert found["temporaries"] < min(32 * _MIB, size // 16)
 
 
 @pytest.mark.parametrize(("plan", "program"), SAMPLING)
@@ -74,7 +83,7 @@ def test_sampling_keeps_its_state_in_place(needs: Needs, plan: str, program: str
 @pytest.mark.parametrize(("plan", "program"), [(plan, gather_name(n)) for plan, n in TRANSFERS])
 def test_pages_are_gathered_into_host_memory(needs: Needs, plan: str, program: str) -> None:
     pool = TPU_PLANS[plan].pool
-    moved = int(program.split("/")[1]) * pool.page_bytes
+    moved = int(program.split("/")[1]) * pool.page_bytes // pool.tp
     found = needs(plan, program)
     if found is not None:
         assert moved <= found["host_outputs"] < 1.01 * moved
@@ -87,7 +96,7 @@ def test_pages_are_scattered_into_the_pool_in_place(needs: Needs, plan: str, pro
     pool = TPU_PLANS[plan].pool
     found = needs(plan, program)
     if found is not None:
-        assert found["alias"] == pool.pages * pool.page_bytes
+        assert found["alias"] == pool.pages * pool.device_page_bytes
         assert found["temporaries"] < 4 * _MIB
 
 
@@ -97,6 +106,24 @@ def needs(request: pytest.FixtureRequest) -> Needs:
     library = _libtpu()
     if library is None:
         warnings.warn("libtpu is not installed: programs are lowered for TPU, not compiled", stacklevel=1)
+@pytest.mark.parametrize(("plan", "program"), [case for case in STEPS if "-tp4" in str(case)])
+def test_devices_that_share_a_model_only_sum_over_each_other(needs: Needs, plan: str, program: str) -> None:
+    """The embedding's rows, and under scan one layer's two products."""
+    found = needs(plan, program)
+    if found is not None:
+        assert {name: found[name] for name in COLLECTIVES if found[name]} == {"all-reduce": 3}
+
+
+@pytest.mark.parametrize(
+    ("plan", "program"),
+    [(plan, name(n)) for plan, n in TRANSFERS if "-tp4" in plan for name in (gather_name, scatter_name)],
+)
+def test_devices_that_share_a_model_move_pages_on_their_own(needs: Needs, plan: str, program: str) -> None:
+    found = needs(plan, program)
+    if found is not None:
+        assert not any(found[name] for name in COLLECTIVES)
+
+
         return _check_lowered
     selected = [i.callspec.params for i in request.session.items if i.path == request.path]  # type: ignore[attr-defined]
 
@@ -132,7 +159,6 @@ def _compile(library: Path, plan: str, names: list[str]) -> dict[str, dict[str, 
 
 def _check_lowered(plan: str, name: str) -> None:
     program = next(p for p in programs(TPU_PLANS[plan]) if p.name == name)
-    jitted = jax.jit(program.fn, donate_argnums=program.donated)
-    text = jitted.trace(*program.args).lower(lowering_platforms=("tpu",)).as_text()
+    text = program.jitted().trace(*program.args).lower(lowering_platforms=("tpu",)).as_text()
     donated = jax.tree.leaves([program.args[i] for i in program.donated])
     assert text.count("tf.aliasing_output") == len(donated)
