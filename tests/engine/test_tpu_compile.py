@@ -56,6 +56,12 @@ TRANSFERS = [
     ("qwen3-1.7b-tp4", 4),
 ]
 
+# The programs that are compiled in every run, not only in a full one.
+COMPILED = {
+    *(case[1] for case in (*STEPS, *SAMPLING) if type(case) is tuple),
+    *(name(count) for _, count in TRANSFERS for name in (gather_name, scatter_name)),
+}
+
 Needs = Callable[[str, str], dict[str, int] | None]
 
 
@@ -100,12 +106,6 @@ def test_pages_are_scattered_into_the_pool_in_place(needs: Needs, plan: str, pro
         assert found["temporaries"] < 4 * _MIB
 
 
-@pytest.fixture(scope="module")
-def needs(request: pytest.FixtureRequest) -> Needs:
-    """What a program needs: alias and temporary bytes. None where it could only be lowered."""
-    library = _libtpu()
-    if library is None:
-        warnings.warn("libtpu is not installed: programs are lowered for TPU, not compiled", stacklevel=1)
 @pytest.mark.parametrize(("plan", "program"), [case for case in STEPS if "-tp4" in str(case)])
 def test_devices_that_share_a_model_only_sum_over_each_other(needs: Needs, plan: str, program: str) -> None:
     """The embedding's rows, and under scan one layer's two products."""
@@ -124,6 +124,12 @@ def test_devices_that_share_a_model_move_pages_on_their_own(needs: Needs, plan: 
         assert not any(found[name] for name in COLLECTIVES)
 
 
+@pytest.fixture(scope="module")
+def needs(request: pytest.FixtureRequest) -> Needs:
+    """What a program needs: alias and temporary bytes. None where it could only be lowered."""
+    library = _libtpu()
+    if library is None:
+        warnings.warn("libtpu is not installed: programs are lowered for TPU, not compiled", stacklevel=1)
         return _check_lowered
     selected = [i.callspec.params for i in request.session.items if i.path == request.path]  # type: ignore[attr-defined]
 
