@@ -23,6 +23,7 @@ from jkv.models.gguf_config import config_from_file
 from jkv.models.gguf_file import read_gguf
 from jkv.models.gguf_source import GgufSource
 from jkv.models.hf_config import from_hf
+from jkv.models.hf_names import with_parameter_names
 from jkv.models.orbax_source import OrbaxSource
 from jkv.models.safetensors_source import SafetensorsSource
 from jkv.models.source import TensorSource
@@ -104,7 +105,10 @@ def open_checkpoint(files: ModelFiles) -> Checkpoint:
         file = read_gguf(files.path)
         config = config_from_file(file)
         return Checkpoint(config=config, source=GgufSource(file, config))
-    return Checkpoint(config=_read_config(files), source=SafetensorsSource(files.path))
+    config = _read_config(files)
+    return Checkpoint(
+        config=config, source=with_parameter_names(SafetensorsSource(files.path), config.architecture)
+    )
 
 
 def model_config(spec: str, *, progress: bool = True) -> tuple[str, ModelConfig]:
