@@ -25,6 +25,7 @@ from jkv.config import ServeConfig
 from jkv.engine.build import build_from_checkpoint, use_compilation_cache
 from jkv.engine.engine import Engine
 from jkv.engine.request import CachedByTier, EngineRequest, FinishReason, Logprob, SamplingParams, TokenOutput
+from jkv.models.config import ModelConfig
 from jkv.models.forward import logits
 from jkv.models.hf_config import from_hf
 from jkv.models.params import tensor_names
@@ -213,6 +214,11 @@ def odd_checkpoint(directory: Path) -> Checkpoint:
     """
     odd = {"num_attention_heads": 7, "num_key_value_heads": 7, "head_dim": 72, "intermediate_size": 896}
     config = from_hf({**config_json("llama3"), **odd, "hidden_size": 128, "num_hidden_layers": 2})
+    return random_checkpoint(config, directory)
+
+
+def random_checkpoint(config: ModelConfig, directory: Path) -> Checkpoint:
+    """Random weights, written to the directory."""
     rng = np.random.default_rng(0)
     tensors = {
         name: (rng.standard_normal(shape) * (0.1 if len(shape) > 1 else 1.0)).astype(np.float32)
