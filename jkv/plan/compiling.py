@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -68,16 +69,31 @@ def compile_all(
 
 
 def compile_one(program: Program, device: Any) -> Compiled:
-    """Compiles a program for the devices its arguments name, `device` where they name none."""
+    """Compiles a program for the devices its arguments name, `device` where they name none.
+
+    Raises:
+        JkvError: the compiler refuses it.
+    """
     started = time.monotonic()
+    compiled = build(program, device)
+    return measured(program.name, compiled, time.monotonic() - started)
+
+
+def build(program: Program, device: Any) -> jax.stages.Compiled:
+    """As `compile_one`, but the executable itself, which can only be looked at."""
     try:
-        memory = program.lower(placed(program.args, device)).compile().memory_analysis()
+        return program.lower(placed(program.args, device)).compile()
     except jax.errors.JaxRuntimeError as error:
         raise JkvError(f"{program.name} does not compile for {device}: {error}") from error
-    assert memory is not None, f"{device}'s compiler does not tell what programs need"
+
+
+def measured(name: str, compiled: jax.stages.Compiled, seconds: float) -> Compiled:
+    """What the compiler says of a program that took `seconds` to compile."""
+    memory = compiled.memory_analysis()
+    assert memory is not None, "the compiler does not tell what programs need"
     return Compiled(
-        program=program.name,
-        seconds=time.monotonic() - started,
+        program=name,
+        seconds=seconds,
         arguments=memory.argument_size_in_bytes,
         aliased=memory.alias_size_in_bytes,
         temporaries=memory.temp_size_in_bytes,
@@ -87,11 +103,21 @@ def compile_one(program: Program, device: Any) -> Compiled:
     )
 
 
+def unpadded_bytes(tree: Any) -> int:
+    """Bytes of abstract arrays on one device, at least."""
+
+    def size(x: jax.ShapeDtypeStruct) -> int:
+        shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
+        return math.prod(shape) * x.dtype.itemsize
+
+    return sum(map(size, jax.tree.leaves(tree)))
+
+
 def weights_bytes(params: Params, device: Any) -> int:
     """Bytes that the weights take on one device, whose layout pads some of them."""
     holds = jax.jit(lambda params: jnp.int32(0), keep_unused=True)
     memory = holds.lower(placed(params, device)).compile().memory_analysis()
-    assert memory is not None, f"{device}'s compiler does not tell what programs need"
+    assert memory is not None, "the compiler does not tell what programs need"
     return memory.argument_size_in_bytes
 
 

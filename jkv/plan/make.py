@@ -22,7 +22,7 @@ from jkv.errors import ConfigError
 from jkv.models.resolve import model_config
 from jkv.models.sharding import possible_tp, widened
 from jkv.plan.chips import Chip
-from jkv.plan.compiling import Compiled, compile_all, devices, weights_bytes
+from jkv.plan.compiling import Compiled, compile_all, devices, unpadded_bytes, weights_bytes
 from jkv.plan.estimate import Estimate, estimate
 from jkv.plan.memory import ChipMemory
 from jkv.plan.options import PlanOptions
@@ -115,7 +115,7 @@ def make_plan(options: PlanOptions, progress: Callable[[Compiled], None]) -> Pla
             budget=budget,
             page=page,
             pages=pages,
-            needed=_needed(compiled, budget),
+            needed=_needed(compiled, weights, budget),
         ),
         most_pages=memory.available // page,
         page_bytes=plan.pool.host_page_bytes,
@@ -132,7 +132,9 @@ def make_plan(options: PlanOptions, progress: Callable[[Compiled], None]) -> Pla
 def _weights(options: PlanOptions, plan: ProgramPlan, chip: Chip, device: Any) -> int:
     """Bytes of the weights on a chip, which must have room for more."""
     params = _step(plan).args[0]
-    weights = weights_bytes(params, device)
+    weights = unpadded_bytes(params)
+    if weights < chip.memory_bytes:
+        weights = weights_bytes(params, device)
     if weights >= chip.memory_bytes:
         raise ConfigError(
             f"--model {options.model}: its weights take {weights / GIB:.2f} GiB on a chip of --target "
@@ -155,6 +157,7 @@ def _told(plan: ProgramPlan) -> tuple[str, ...]:
     )
 
 
-def _needed(compiled: Sequence[Compiled], budget: Budget) -> int:
-    running = max(c.arguments + c.temporaries + c.outputs for c in compiled)
-    return running + budget.buffers + budget.code
+def _needed(compiled: Sequence[Compiled], weights: int, budget: Budget) -> int:
+    pool = max(c.aliased for c in compiled)
+    running = max(c.temporaries + c.outputs for c in compiled)
+    return weights + pool + running + budget.buffers + budget.code

@@ -9,9 +9,9 @@ from jkv.engine.l1_size import Budget
 
 @dataclass(frozen=True, kw_only=True)
 class ChipMemory:
-    """Bytes of one chip. `needed` is the sum of what the compiler says of the programs with an L1 of `pages`:
-    arguments, temporaries and outputs of the most demanding one, all programs' code, and the buffers that are
-    not its arguments; beside it comes `budget.reserve`.
+    """Bytes of one chip. `budget` was made before L1 had its `pages`; `needed` adds up what the programs
+    compiled with that L1 say: the pool that they update, the most that one has in temporaries and outputs,
+    weights, other buffers and all programs' code. Beside it comes `budget.reserve`.
     """
 
     total: int
