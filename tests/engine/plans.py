@@ -91,15 +91,18 @@ def over(plan: ProgramPlan, mesh: Mesh | AbstractMesh) -> ProgramPlan:
     return dataclasses.replace(plan, mesh=mesh, pool=dataclasses.replace(plan.pool, tp=mesh.size))
 
 
+# Of plans for a v5e; the others are for a v6e.
+V5E = " on v5e"
 # Devices that need not be there.
 FOUR = AbstractMesh((4,), (TP,))
 # Of real depth, for under scan layers cost no time to compile.
-TPU_PLANS = {
+PLANS = {
     "smollm2": plan_of(SMOLLM2, dtype="bfloat16", pages=1024, platform="tpu"),
     "smollm2-float32-kv": plan_of(SMOLLM2, dtype="bfloat16", kv_dtype="float32", pages=1024, platform="tpu"),
     "smollm2-int8-kv": plan_of(SMOLLM2, dtype="bfloat16", kv_dtype="int8", pages=1024, platform="tpu"),
     "llama3-8b-int8-kv": plan_of(LLAMA3_8B, dtype="bfloat16", kv_dtype="int8", pages=1024, platform="tpu"),
     "llama3-8b": plan_of(LLAMA3_8B, dtype="bfloat16", pages=1024, platform="tpu"),
     "llama3-8b-tp4": over(plan_of(LLAMA3_8B, dtype="bfloat16", pages=1024, platform="tpu"), FOUR),
+    "llama3-8b-tp4" + V5E: over(plan_of(LLAMA3_8B, dtype="bfloat16", pages=1024, platform="tpu"), FOUR),
     "qwen3-1.7b-tp4": over(plan_of(QWEN3_1_7B, dtype="bfloat16", pages=1024, platform="tpu"), FOUR),
 }

@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from tests.engine.plans import SMOLLM2, TPU_PLANS, plan_of
+import pytest
+
+from jkv.cache.pages import Tier
+from jkv.engine.programs import programs
+from tests.engine.conftest import Tiny
+from tests.engine.harness import random_prompt, request
+from tests.engine.plans import PLANS, SMOLLM2, plan_of
+from tests.engine.test_tiers import from_tier
+from tests.engine.test_tpu_compile import COMPILED
 
 _CPU = plan_of(SMOLLM2, dtype="float32", pages=16)
 
@@ -20,5 +30,33 @@ def test_batch_invariant_programs_multiply_every_number_of_rows_alike() -> None:
 
 
 def test_other_platforms_choose_the_order_themselves() -> None:
-    plan = TPU_PLANS["smollm2"]
+    plan = PLANS["smollm2"]
     assert not any(plan.weights_first(rows) for rows in plan.token_buckets)
+
+
+class _Recorded(dict[str, Callable[..., Any]]):
+    """Compiled programs that note which of them are taken."""
+
+    def __init__(self, compiled: Mapping[str, Callable[..., Any]]) -> None:
+        super().__init__(compiled)
+        self.taken: set[str] = set()
+
+    def __getitem__(self, name: str) -> Callable[..., Any]:
+        self.taken.add(name)
+        return super().__getitem__(name)
+
+
+def test_whatever_is_dispatched_is_registered_and_compiled_for_other_targets(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = tiny(tiers=True)
+    recorded = _Recorded(bench.runner._compiled)
+    monkeypatch.setattr(bench.runner, "_compiled", recorded)
+    prompt = request(random_prompt(1, 200), 4, temperature=1.0, repetition_penalty=1.2, logit_bias={5: 2.0})
+    bench.one(prompt)
+    for tier in Tier:
+        from_tier(bench, tier, prompt)
+    kinds = {name.split("/")[0] for name in recorded.taken}
+    assert recorded.taken <= {program.name for program in programs(bench.runner.plan)}
+    assert kinds == {program.name.split("/")[0] for program in programs(bench.runner.plan)}
+    assert kinds <= {name.split("/")[0] for name in COMPILED}

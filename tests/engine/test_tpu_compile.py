@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from functools import cache
-from importlib.util import find_spec
-from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
 
 from jkv.engine.programs import gather_name, programs, scatter_name
-from tests.engine.compile_for_tpu import COLLECTIVES, ENVIRONMENT
-from tests.engine.plans import TPU_PLANS
+from jkv.plan.targets import find_libtpu
+from tests.engine.compile_for import COLLECTIVES, Needs, compile_for
+from tests.engine.plans import PLANS, V5E
 
-_ROOT = Path(__file__).parents[2]
 _MIB = 2**20
 
 STEPS = [
@@ -34,16 +29,21 @@ STEPS = [
     ("llama3-8b", "step/64"),
     ("llama3-8b-tp4", "step/16"),
     ("qwen3-1.7b-tp4", "step/64"),
-    pytest.param("llama3-8b-tp4", "step/1", marks=pytest.mark.full),
-    pytest.param("llama3-8b-tp4", "step/512", marks=pytest.mark.full),
-    pytest.param("qwen3-1.7b-tp4", "step/512", marks=pytest.mark.full),
     pytest.param("llama3-8b", "step/512", marks=pytest.mark.full),
+    *(
+        pytest.param(plan, f"step/{2**i}", marks=pytest.mark.full)
+        for plan, usual in (("llama3-8b-tp4", 4), ("qwen3-1.7b-tp4", 6))
+        for i in range(10)
+        if i != usual
+    ),
+    *(pytest.param("llama3-8b-tp4" + V5E, f"step/{n}", marks=pytest.mark.full) for n in (16, 512)),
 ]
 SAMPLING = [
     ("smollm2", "admit"),
     ("smollm2", "sample/16"),
     pytest.param("llama3-8b", "sample/16", marks=pytest.mark.full),
     pytest.param("llama3-8b-tp4", "sample/16", marks=pytest.mark.full),
+    pytest.param("llama3-8b-tp4" + V5E, "sample/16", marks=pytest.mark.full),
 ]
 TRANSFERS = [
     ("smollm2", 1),
@@ -56,39 +56,53 @@ TRANSFERS = [
     ("qwen3-1.7b-tp4", 4),
 ]
 
+ONLY_FULL_TRANSFERS = [("llama3-8b-tp4" + V5E, 16)]
+
 # The programs that are compiled in every run, not only in a full one.
 COMPILED = {
     *(case[1] for case in (*STEPS, *SAMPLING) if type(case) is tuple),
     *(name(count) for _, count in TRANSFERS for name in (gather_name, scatter_name)),
 }
 
-Needs = Callable[[str, str], dict[str, int] | None]
+
+def moves(*names: Callable[[int], str]) -> list[Any]:
+    """A case for each transfer and each of these programs."""
+    usual = [(plan, name(count)) for plan, count in TRANSFERS for name in names]
+    rest = [
+        pytest.param(plan, name(count), marks=pytest.mark.full)
+        for plan, count in ONLY_FULL_TRANSFERS
+        for name in names
+    ]
+    return usual + rest
+
+
+Compile = Callable[[str, str], Needs | None]
 
 
 @pytest.mark.parametrize(("plan", "program"), STEPS)
 def test_a_step_writes_the_pool_in_place_and_makes_no_copy_of_it(
-    needs: Needs, plan: str, program: str
+    needs: Compile, plan: str, program: str
 ) -> None:
-    pool = TPU_PLANS[plan].pool
+    pool = PLANS[plan].pool
     found = needs(plan, program)
     if found is not None:
         size = pool.pages * pool.device_page_bytes
-        assert found["alias"] == size
+        assert found["aliased"] == size
         assert found["temporaries"] < min(32 * _MIB, size // 16)
 
 
 @pytest.mark.parametrize(("plan", "program"), SAMPLING)
-def test_sampling_keeps_its_state_in_place(needs: Needs, plan: str, program: str) -> None:
-    state = 16 * TPU_PLANS[plan].config.vocab_size * (4 + 1 + 4)
+def test_sampling_keeps_its_state_in_place(needs: Compile, plan: str, program: str) -> None:
+    state = 16 * PLANS[plan].config.vocab_size * (4 + 1 + 4)
     found = needs(plan, program)
     if found is not None:
-        assert state <= found["alias"] < 1.01 * state
+        assert state <= found["aliased"] < 1.01 * state
         assert found["temporaries"] < 32 * _MIB
 
 
-@pytest.mark.parametrize(("plan", "program"), [(plan, gather_name(n)) for plan, n in TRANSFERS])
-def test_pages_are_gathered_into_host_memory(needs: Needs, plan: str, program: str) -> None:
-    pool = TPU_PLANS[plan].pool
+@pytest.mark.parametrize(("plan", "program"), moves(gather_name))
+def test_pages_are_gathered_into_host_memory(needs: Compile, plan: str, program: str) -> None:
+    pool = PLANS[plan].pool
     moved = int(program.split("/")[1]) * pool.page_bytes // pool.tp
     found = needs(plan, program)
     if found is not None:
@@ -97,17 +111,17 @@ def test_pages_are_gathered_into_host_memory(needs: Needs, plan: str, program: s
         assert found["temporaries"] < 2 * moved
 
 
-@pytest.mark.parametrize(("plan", "program"), [(plan, scatter_name(n)) for plan, n in TRANSFERS])
-def test_pages_are_scattered_into_the_pool_in_place(needs: Needs, plan: str, program: str) -> None:
-    pool = TPU_PLANS[plan].pool
+@pytest.mark.parametrize(("plan", "program"), moves(scatter_name))
+def test_pages_are_scattered_into_the_pool_in_place(needs: Compile, plan: str, program: str) -> None:
+    pool = PLANS[plan].pool
     found = needs(plan, program)
     if found is not None:
-        assert found["alias"] == pool.pages * pool.device_page_bytes
+        assert found["aliased"] == pool.pages * pool.device_page_bytes
         assert found["temporaries"] < 4 * _MIB
 
 
 @pytest.mark.parametrize(("plan", "program"), [case for case in STEPS if "-tp4" in str(case)])
-def test_devices_that_share_a_model_only_sum_over_each_other(needs: Needs, plan: str, program: str) -> None:
+def test_devices_that_share_a_model_only_sum_over_each_other(needs: Compile, plan: str, program: str) -> None:
     """The embedding's rows, and under scan one layer's two products."""
     found = needs(plan, program)
     if found is not None:
@@ -116,55 +130,36 @@ def test_devices_that_share_a_model_only_sum_over_each_other(needs: Needs, plan:
 
 @pytest.mark.parametrize(
     ("plan", "program"),
-    [(plan, name(n)) for plan, n in TRANSFERS if "-tp4" in plan for name in (gather_name, scatter_name)],
+    [case for case in moves(gather_name, scatter_name) if "-tp4" in str(case)],
 )
-def test_devices_that_share_a_model_move_pages_on_their_own(needs: Needs, plan: str, program: str) -> None:
+def test_devices_that_share_a_model_move_pages_on_their_own(needs: Compile, plan: str, program: str) -> None:
     found = needs(plan, program)
     if found is not None:
         assert not any(found[name] for name in COLLECTIVES)
 
 
 @pytest.fixture(scope="module")
-def needs(request: pytest.FixtureRequest) -> Needs:
+def needs(request: pytest.FixtureRequest) -> Compile:
     """What a program needs: alias and temporary bytes. None where it could only be lowered."""
-    library = _libtpu()
-    if library is None:
+    if find_libtpu() is None:
         warnings.warn("libtpu is not installed: programs are lowered for TPU, not compiled", stacklevel=1)
         return _check_lowered
     selected = [i.callspec.params for i in request.session.items if i.path == request.path]  # type: ignore[attr-defined]
 
     @cache
-    def compiled(plan: str) -> dict[str, dict[str, int]]:
+    def compiled(plan: str) -> dict[str, Needs]:
         names = [p["program"] for p in selected if p["plan"] == plan]
-        return _compile(library, plan, names)
+        return compile_for(_target(plan), plan, names)
 
     return lambda plan, program: compiled(plan)[program]
 
 
-def _libtpu() -> Path | None:
-    """The one that `scripts/test` puts beside the packages, where nothing else sees it, or a package's."""
-    beside = sorted(Path(sys.prefix).glob("libtpu-*/libtpu/libtpu.so"))
-    if beside:
-        return beside[-1]
-    spec = find_spec("libtpu")
-    return Path(spec.origin).with_name("libtpu.so") if spec is not None and spec.origin else None
-
-
-def _compile(library: Path, plan: str, names: list[str]) -> dict[str, dict[str, int]]:
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.engine.compile_for_tpu", plan, *names],
-        cwd=_ROOT,
-        env=os.environ | ENVIRONMENT | {"TPU_LIBRARY_PATH": str(library)},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert run.returncode == 0, run.stderr
-    return {line.pop("program"): line for line in map(json.loads, run.stdout.splitlines())}
+def _target(plan: str) -> str:
+    return "tpu-v5e:2x2" if plan.endswith(V5E) else "tpu-v6e:2x2"
 
 
 def _check_lowered(plan: str, name: str) -> None:
-    program = next(p for p in programs(TPU_PLANS[plan]) if p.name == name)
+    program = next(p for p in programs(PLANS[plan]) if p.name == name)
     text = program.jitted().trace(*program.args).lower(lowering_platforms=("tpu",)).as_text()
     donated = jax.tree.leaves([program.args[i] for i in program.donated])
     assert text.count("tf.aliasing_output") == len(donated)

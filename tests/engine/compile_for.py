@@ -1,0 +1,77 @@
+"""Compiles programs of `tests.engine.plans.PLANS` for a target that need not be there, and prints what each
+needs as a JSON line: `python -m tests.engine.compile_for TARGET PLAN PROGRAM ...`.
+
+A process of its own, for the compilers read their environment when jax starts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from jkv.engine.programs import Program, ProgramPlan, programs
+from jkv.kernels.mesh import TP
+from jkv.plan.compiling import build, devices, measured
+from jkv.plan.targets import TARGETS
+from tests.engine.plans import PLANS, over
+
+_ROOT = Path(__file__).parents[2]
+COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
+
+# The fields of jkv.plan.compiling.Compiled, and how many of each collective and custom call.
+Needs = dict[str, Any]
+
+
+def compile_for(target: str, plan: str, names: Iterable[str]) -> dict[str, Needs]:
+    """Compiles in a process of its own; the programs' needs by name."""
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.engine.compile_for", target, plan, *names],
+        cwd=_ROOT,
+        env=os.environ | TARGETS[target].environment(),
+        capture_output=True,
+        text=True,
+        timeout=1800,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    return {line["program"]: line for line in map(json.loads, run.stdout.splitlines())}
+
+
+def main(target: str, plan: str, *names: str) -> None:
+    chips = devices(TARGETS[target])
+    wanted = [p for p in programs(_over(PLANS[plan], chips)) if p.name in names]
+    with ThreadPoolExecutor(2) as pool:
+        for line in pool.map(lambda p: json.dumps(_needs(p, chips[0])), wanted):
+            print(line, flush=True)
+
+
+def _over(plan: ProgramPlan, chips: Any) -> ProgramPlan:
+    return plan if plan.mesh is None else over(plan, Mesh(np.asarray(chips[: plan.pool.tp]), (TP,)))
+
+
+def _needs(program: Program, chip: Any) -> Needs:
+    started = time.monotonic()
+    compiled = build(program, chip)
+    text = compiled.as_text()
+    assert text is not None
+    return {
+        **asdict(measured(program.name, compiled, time.monotonic() - started)),
+        **{name: len(re.findall(rf" {name}(-start)?\(", text)) for name in COLLECTIVES},
+        "custom_calls": sorted(set(re.findall(r'custom_call_target="([^"]+)"', text))),
+    }
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
