@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 
@@ -22,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             description="Compile a model's programs for a machine that need not be there; report the memory "
             "they leave for the KV cache, and how fast they could be.",
         )
-        os.environ.update(options.machine.environment())
+        options.machine.enter()
         from jkv.plan import make, report  # imports jax, which reads the environment once
 
         plan = make.make_plan(options, lambda c: print(f"compiled {c.program}", file=sys.stderr, flush=True))

@@ -47,7 +47,8 @@ def devices(target: Target) -> Sequence[Any]:
     """The target's devices, as a compiler sees them."""
     if target.platform == "cpu":
         return jax.devices("cpu")[: target.chips]
-    return topologies.get_topology_desc(platform=target.platform, topology_name=target.topology).devices
+    platform = "cuda" if target.platform == "gpu" else target.platform
+    return topologies.get_topology_desc(platform=platform, **target.options()).devices
 
 
 def compile_all(

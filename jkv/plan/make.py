@@ -92,7 +92,13 @@ def make_plan(options: PlanOptions, progress: Callable[[Compiled], None]) -> Pla
     plan = with_pages(small, pages)
     compiled = compile_named(plan, _told(plan))
     roofline = Roofline(
-        work=work_of(widened(model, tp), plan.dtype, chips=tp, kv_bytes=page // serve.page_size),
+        work=work_of(
+            widened(model, tp),
+            plan.dtype,
+            chips=tp,
+            kv_bytes=page // serve.page_size,
+            host_kv_bytes=plan.pool.host_page_bytes // tp // serve.page_size,
+        ),
         chip=chip,
         flops=chip.float32_flops if plan.dtype == "float32" else chip.flops,
     )

@@ -20,7 +20,8 @@ _SUMS_PER_LAYER = 2
 class Work:
     """What a model's steps have to do. Weights are counted, not their bytes, over all chips and layers;
     `expert_weights` are those of all experts, of which a token takes `experts_per_token` in each layer.
-    `kv_bytes` is what one chip keeps of a token in all layers. `windows` has each layer's sliding window.
+    `kv_bytes` is what one chip keeps of a token in all layers, `host_kv_bytes` what it brings of it from the
+    host: chips with copies of a head share that. `windows` has each layer's sliding window.
     """
 
     chips: int
@@ -35,6 +36,7 @@ class Work:
     head_weights: int
     weight_bytes: int  # of one weight
     kv_bytes: int
+    host_kv_bytes: int
 
     def products(self, rows: int, sampled: int) -> float:
         """FLOPs of the weights' products, over all chips, of `rows` tokens of which `sampled` get logits."""
@@ -101,7 +103,7 @@ class Roofline:
 
     def restore_seconds(self, tokens: int) -> float:
         """Copying their pages from the host's memory; every chip has its own link and its own part."""
-        return tokens * self.work.kv_bytes / self.chip.host_bytes_per_s
+        return tokens * self.work.host_kv_bytes / self.chip.host_bytes_per_s
 
     def _sums_seconds(self, rows: int) -> float:
         """All-reduces as on a ring, which sends (n - 1) / n of the bytes twice."""

@@ -20,8 +20,8 @@ def parameters(model: ModelConfig, dtype: DTypeLike) -> int:
     return sum(math.prod(shape) for shape in tensor_names(model, dtype).values())
 
 
-def work_of(model: ModelConfig, dtype: DTypeLike, *, chips: int, kv_bytes: int) -> Work:
-    """What its steps have to do; `kv_bytes` as in `Work`. Vectors (norms, biases) count as nothing."""
+def work_of(model: ModelConfig, dtype: DTypeLike, *, chips: int, kv_bytes: int, host_kv_bytes: int) -> Work:
+    """What its steps have to do; the bytes as in `Work`. Vectors (norms, biases) count as nothing."""
     in_layers = {
         name: math.prod(shape)
         for name, shape in tensor_names(model, dtype).items()
@@ -40,6 +40,7 @@ def work_of(model: ModelConfig, dtype: DTypeLike, *, chips: int, kv_bytes: int) 
         head_weights=model.vocab_size * model.hidden_size,
         weight_bytes=jnp.dtype(dtype).itemsize,
         kv_bytes=kv_bytes,
+        host_kv_bytes=host_kv_bytes,
     )
 
 

@@ -17,10 +17,9 @@ from jkv.config import GIB
 from jkv.engine import sizing
 from jkv.errors import ConfigError
 from jkv.plan import report, this_machine
-from jkv.plan.chips import TPU_V5E, TPU_V6E
 from jkv.plan.make import Plan, make_plan
 from jkv.plan.options import PlanOptions
-from jkv.plan.targets import find_libtpu
+from jkv.plan.targets import TARGETS, find_cuda, find_libtpu
 
 _ROOT = Path(__file__).parents[2]
 _CONFIGS = _ROOT / "tests" / "data" / "configs"
@@ -28,6 +27,7 @@ _SMALL = str(_CONFIGS / "small" / "config.json")
 _FEW: dict[str, Any] = {"max_num_seqs": 2, "max_batched_tokens": 16}
 
 needs_libtpu = pytest.mark.skipif(find_libtpu() is None, reason="libtpu is not installed")
+needs_cuda = pytest.mark.skipif(find_cuda() is None, reason="jax's CUDA plugin is not installed")
 
 
 @pytest.fixture(scope="module")
@@ -83,19 +83,24 @@ def test_the_table_says_what_the_plan_is(plan: Plan) -> None:
     assert json.loads(report.as_json(plan))["memory"]["l1"] == plan.memory.l1
 
 
-@needs_libtpu
+_STEPS = ("--max-num-seqs", "2", "--max-batched-tokens", "16")
+
+
 @pytest.mark.parametrize(
-    ("model", "flags", "tp", "memory"),
+    ("target", "model", "flags", "tp"),
     [
-        ("small", ("--tp", "1", "--max-num-seqs", "2", "--max-batched-tokens", "16"), 1, TPU_V6E),
-        pytest.param("qwen3-1.7b", (), 4, TPU_V6E, marks=pytest.mark.full),
-        pytest.param("llama-3-8b", ("--tp", "1"), 1, TPU_V5E, marks=pytest.mark.full),
+        pytest.param("tpu-v6e:2x2", "small", ("--tp", "1", *_STEPS), 1, marks=needs_libtpu),
+        pytest.param("tpu-v6e:2x2", "qwen3-1.7b", (), 4, marks=[needs_libtpu, pytest.mark.full]),
+        pytest.param("tpu-v5e:2x2", "llama-3-8b", ("--tp", "1"), 1, marks=[needs_libtpu, pytest.mark.full]),
+        pytest.param("h100:1", "small", _STEPS, 1, marks=needs_cuda),
+        pytest.param("h100:4", "llama-3-8b", (), 4, marks=[needs_cuda, pytest.mark.full]),
     ],
 )
-def test_a_plan_for_a_tpu_adds_up_to_its_memory(
-    model: str, flags: tuple[str, ...], tp: int, memory: Any
+def test_a_plan_for_a_chip_adds_up_to_its_memory(
+    target: str, model: str, flags: tuple[str, ...], tp: int
 ) -> None:
-    target = {TPU_V6E: "tpu-v6e:2x2", TPU_V5E: "tpu-v5e:2x2"}[memory]
+    chip = TARGETS[target].chip
+    assert chip is not None
     plan = _plan("--model", str(_CONFIGS / model), "--target", target, *flags)
     found, budget = plan["memory"], plan["memory"]["budget"]
     assert plan["tp"] == tp
@@ -111,12 +116,12 @@ def test_a_plan_for_a_tpu_adds_up_to_its_memory(
         # The program of the L1 that was planned: its pool is updated in place, beside the weights.
         assert step["aliased"] == found["l1"] == found["pages"] * found["page"]
         assert 0 <= step["arguments"] - (found["weights"] - head) - found["l1"] < 2**20
-        assert step["arguments"] + step["temporaries"] + step["outputs"] + step["code"] < memory.memory_bytes
+        assert step["arguments"] + step["temporaries"] + step["outputs"] + step["code"] < chip.memory_bytes
     parts = ("buffers", "running", "code", "reserve")
     used = found["weights"] + found["l1"] + sum(budget[part] for part in parts)
-    assert memory.memory_bytes - found["page"] < used <= memory.memory_bytes
+    assert chip.memory_bytes - found["page"] < used <= chip.memory_bytes
     assert found["fits"]
-    assert found["needed"] <= memory.memory_bytes
+    assert found["needed"] <= chip.memory_bytes
 
 
 def _plan(*argv: str) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -23,6 +24,24 @@ def test_a_tpu_without_its_compiler_says_what_to_install(nothing_installed: Path
         ConfigError, match=r"^--target tpu-v6e:2x2: .* pip install libtpu==.*TPU_LIBRARY_PATH"
     ):
         TARGETS["tpu-v6e:2x2"].environment()
+
+
+def test_a_gpu_without_its_compiler_says_what_to_install(nothing_installed: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^--target h100:1: .* pip install jax-cuda12-plugin==.*nvcc"):
+        TARGETS["h100:1"].environment()
+
+
+def test_a_gpus_compiler_is_found_beside_the_packages(
+    monkeypatch: pytest.MonkeyPatch, nothing_installed: Path
+) -> None:
+    packages = nothing_installed / "cuda"
+    (packages / "jax_cuda12_plugin").mkdir(parents=True)
+    monkeypatch.setenv("PYTHONPATH", "here")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=x")
+    environment = TARGETS["h100:4"].environment()
+    assert environment["PYTHONPATH"] == f"{packages}{os.pathsep}here"
+    assert environment["XLA_FLAGS"] == f"--xla_dump_to=x --xla_gpu_cuda_data_dir={packages}/nvidia/cuda_nvcc"
+    assert "H100" in TARGETS["h100:4"].options()["target_config"]
 
 
 def test_libtpu_is_taken_from_the_variable_first_then_from_beside_the_packages(
