@@ -5,6 +5,7 @@ Without the second part every request that comes before an engine's next report 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,13 @@ from typing import Protocol
 
 from jkv.cache.speed import Speed
 
+# An engine's prefill speed is believed once so many reports have changed it, and until it has not changed for
+# so long. A low one, measured beside a neighbour's start, would otherwise keep requests away for good, and so
+# never be measured again.
+_MEASUREMENTS = 10
+_BELIEVED_S = 30.0
+# Over how long it is averaged whether an engine has prompts to compute.
+_BUSY_OVER_S = 60.0
 # A report that comes this long after a request was sent counts it: the time that a request may be under way.
 _UNDER_WAY_S = 0.03
 
@@ -70,6 +78,8 @@ class EngineLoads:
         self._unreported: dict[InFlight, None] = {}
         self._coming: Counter[int] = Counter()  # pages that prompts under way will leave in L1
         self._slots = Speed()
+        self._measurements, self._measured_at = 0, float("-inf")
+        self._busy = 0.0  # at the last report
 
     @property
     def in_flight(self) -> int:
@@ -86,12 +96,29 @@ class EngineLoads:
         return self.report.prefill_tokens + sum(request.prefill_tokens for request in self._unreported)
 
     @property
+    def measured(self) -> bool:
+        """Whether its prefill speed is more than an accident, or news of long ago."""
+        return self._measurements >= _MEASUREMENTS and self._clock() - self._measured_at <= _BELIEVED_S
+
+    @property
+    def busy(self) -> float:
+        """The part of the time in which it had prompts to compute, lately."""
+        kept = math.exp(-(self._clock() - self._reported_at) / _BUSY_OVER_S)
+        return kept * self._busy + (1 - kept) * (self.report.prefill_tokens > 0)
+
+    @property
     def slot_s(self) -> float:
         """How long a request keeps its slot after its first token, on average; 0 before one has ended."""
         return 1 / self._slots.per_s if self._slots.per_s else 0.0
 
     def take(self, report: LoadReport) -> None:
         """A new report of the engine."""
+        self._busy = self.busy
+        if not report.prefill_tokens_per_s:
+            self._measurements = 0  # another process
+        elif report.prefill_tokens_per_s != self.report.prefill_tokens_per_s:
+            self._measurements += 1
+            self._measured_at = self._clock()
         self.report, self._reported_at = report, self._clock()
         counted = [r for r in self._unreported if r.sent_at + _UNDER_WAY_S <= self._reported_at]
         for request in counted:

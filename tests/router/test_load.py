@@ -71,6 +71,40 @@ def test_slots_are_measured_from_the_first_token_to_the_end() -> None:
     assert loads.slot_s == pytest.approx(3.0, rel=0.05)
 
 
+def test_a_speed_is_believed_after_ten_measurements_and_for_half_a_minute() -> None:
+    clock = Clock()
+    loads = EngineLoads(clock)
+
+    def measure(speed: float) -> bool:
+        loads.take(NothingReported(prefill_tokens_per_s=speed))
+        return loads.measured
+
+    assert [measure(1000.0 + number) for number in range(12)] == 9 * [False] + 3 * [True]
+    clock.now += 20
+    assert measure(1011.0)  # nothing new
+    clock.now += 11
+    assert not measure(1011.0)
+    assert measure(900.0)
+    measure(0.0)
+    assert not measure(900.0)  # of another process
+
+
+def test_busy_is_the_part_of_the_last_minute_in_which_there_were_prompts_to_compute() -> None:
+    clock = Clock()
+    loads = EngineLoads(clock)
+    assert loads.busy == 0
+    for _ in range(300):
+        for tokens, seconds in ((10, 0.5), (0, 1.5)):
+            loads.take(_busy(prefill_tokens=tokens))
+            clock.now += seconds
+    assert loads.busy == pytest.approx(0.25, abs=0.02)
+    clock.now += 600
+    assert loads.busy < 0.01
+    loads.take(_busy(prefill_tokens=10))
+    clock.now += 60
+    assert loads.busy == pytest.approx(0.63, abs=0.01)
+
+
 _CHAINS = [tuple(10 * branch + min(depth, branch) for depth in range(4)) for branch in range(3)]
 
 

@@ -61,6 +61,17 @@ def test_the_last_token_is_always_computed() -> None:
     assert found.prefill_s == pytest.approx(0.001)
 
 
+def test_a_speed_that_is_not_believed_yet_is_that_of_the_others() -> None:
+    def named(name: str, speed: float, measured: bool) -> Candidate:
+        return _engine(name, report=replace(_REPORT, prefill_tokens_per_s=speed), measured=measured)
+
+    engines = [named("doubtful", 10.0, False), named("fast", 2000.0, True), named("slow", 500.0, True)]
+    assert [one.token_s for one in score(engines, 100, _PAGE)] == [1 / 500, 1 / 2000, 1 / 500]
+    # Where nobody is believed, the typical one of what was said counts for all.
+    alone = [engine._replace(measured=False) for engine in engines]
+    assert {one.token_s for one in score(alone, 100, _PAGE)} == {1 / 500}
+
+
 def test_loads_that_are_slower_than_computing_cost_what_computing_does() -> None:
     slow = replace(_REPORT, l3_bytes_per_s=1.0 * _MIB)  # a second a page; computing takes 0.064
     assert _one(_engine("a", Match(l3=10), report=slow), 640 + 1).load_s == pytest.approx(0.64)
@@ -99,6 +110,13 @@ def test_a_prefix_is_computed_again_sooner_where_nobody_waits_for_that() -> None
     busy = _engine("busy", prefill_tokens=3000, requests=3)
     assert _one(busy, 32 * _PAGE).ttft_s < _one(warm, 32 * _PAGE).ttft_s
     assert _choose([warm, busy], 32 * _PAGE).score.id == "warm"
+
+
+def test_work_costs_those_that_come_after_where_engines_are_always_busy() -> None:
+    warm = _engine("warm", Match(l1=31), prefill_tokens=7000, requests=3)
+    assert _choose([warm, _engine("cold")], 32 * _PAGE).score.id == "cold"
+    assert _choose([warm, _engine("cold", busy=0.8)], 32 * _PAGE).score.id == "warm"
+    assert _one(_engine("full", busy=1.0), 64).behind == pytest.approx(2 + 0.9 / 0.1)
 
 
 def test_measurements_that_differ_a_little_do_not_draw_all_requests_to_one_engine() -> None:
