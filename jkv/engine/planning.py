@@ -14,6 +14,7 @@ from jkv.engine.programs import Platform, ProgramPlan, table_width
 from jkv.errors import ConfigError
 from jkv.kernels.gpu_blocks import GpuChip
 from jkv.kernels.kv_pool import PoolShape, stored_dtype
+from jkv.kernels.tpu_blocks import TpuChip
 from jkv.models.config import ModelConfig
 from jkv.models.sharding import check_tp, device_mesh
 
@@ -22,7 +23,7 @@ def plan_for(
     config: ServeConfig, model: ModelConfig, platform: Platform, devices: Sequence[Any] = ()
 ) -> ProgramPlan:
     """The plan with one page of L1, whose size it helps to decide; see `with_pages`. The first `--tp` of
-    `devices` share the model; one that is not a GPU need not be given.
+    `devices` share the model; on CPU one need not be given.
 
     Raises:
         ConfigError: a flag that does not fit the model, or fewer devices than `--tp`.
@@ -45,6 +46,7 @@ def plan_for(
         max_batched_tokens=max(config.max_batched_tokens, config.max_num_seqs),
         table_width=table_width(max_model_len(config, model), config.page_size),
         batch_invariant=config.batch_invariant,
+        tpu=TpuChip.of(devices[0]) if platform == "tpu" else None,
         gpu=GpuChip.of(devices[0]) if platform == "gpu" else None,
         mesh=device_mesh(config.tp, devices),
     )

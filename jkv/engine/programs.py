@@ -22,6 +22,7 @@ from jkv.kernels.kv_pool import KvArrays, PoolShape
 from jkv.kernels.mesh import PAGE, WHOLE, DeviceMesh, placed, pool_partition, shardings, split, tp_of, whole
 from jkv.kernels.page_transfer import gather_pages, scatter_pages
 from jkv.kernels.split_transfer import gather_split_pages, scatter_split_pages
+from jkv.kernels.tpu_blocks import TpuBlocks, TpuChip, TpuWork, tpu_blocks
 from jkv.kernels.xla_attention import BATCH_INVARIANT_BLOCKS, AttentionBlocks
 from jkv.models.config import ModelConfig
 from jkv.models.decoder import StepShape
@@ -61,8 +62,8 @@ class ProgramPlan:
 
     `batch_invariant` leaves out the buckets and block sizes whose rows would round differently: a product of
     one row, and key blocks that differ between prefill and decode. `mesh` has the devices that share the
-    model, as many as `pool.tp`; None is one device. `gpu` is what kernels are cut for where the platform is
-    one.
+    model, as many as `pool.tp`; None is one device. `tpu` and `gpu` are what kernels are cut for where the
+    platform is one.
     """
 
     platform: Platform
@@ -73,11 +74,13 @@ class ProgramPlan:
     max_batched_tokens: int
     table_width: int
     batch_invariant: bool
+    tpu: TpuChip | None = None
     gpu: GpuChip | None = None
     mesh: DeviceMesh | None = None
 
     def __post_init__(self) -> None:
         assert self.pool.tp == tp_of(self.mesh)
+        assert (self.tpu is not None) == (self.platform == "tpu")
         assert (self.gpu is not None) == (self.platform == "gpu")
 
     def abstract_pool(self) -> KvArrays[jax.ShapeDtypeStruct]:
@@ -105,10 +108,17 @@ class ProgramPlan:
 
     @property
     def attention(self) -> AttentionSpec:
+        if self.tpu is not None:
+            return AttentionSpec(kernel="mosaic", blocks=self._tpu_blocks(self.tpu), mesh=self.mesh)
         if self.gpu is not None:
             return AttentionSpec(kernel="triton", blocks=self._gpu_blocks(self.gpu), mesh=self.mesh)
         blocks = BATCH_INVARIANT_BLOCKS if self.batch_invariant else AttentionBlocks()
         return AttentionSpec(kernel="xla", blocks=blocks, mesh=self.mesh)
+
+    def _tpu_blocks(self, chip: TpuChip) -> TpuBlocks:
+        heads = self.config.num_heads
+        work = TpuWork.of(self.pool, heads, self.dtype, self.max_num_seqs, self.table_width)
+        return tpu_blocks(chip, work, batch_invariant=self.batch_invariant)
 
     def _gpu_blocks(self, chip: GpuChip) -> GpuBlocks:
         config = widened(self.config, self.pool.tp)

@@ -8,14 +8,15 @@ from typing import Literal
 
 import jax
 
-from jkv.kernels import gpu_attention, xla_attention
+from jkv.kernels import gpu_attention, tpu_attention, xla_attention
 from jkv.kernels.batch import StepBatch
 from jkv.kernels.gpu_blocks import GpuBlocks
 from jkv.kernels.kv_pool import KvArrays, write_kv
 from jkv.kernels.mesh import BY_HEAD, WHOLE, DeviceMesh, pool_partition
+from jkv.kernels.tpu_blocks import TpuBlocks
 from jkv.kernels.xla_attention import AttentionBlocks
 
-Kernel = Literal["xla", "triton"]
+Kernel = Literal["xla", "mosaic", "triton"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +27,7 @@ class AttentionSpec:
     """
 
     kernel: Kernel
-    blocks: AttentionBlocks | GpuBlocks
+    blocks: AttentionBlocks | TpuBlocks | GpuBlocks
     interpret: bool = False
     mesh: DeviceMesh | None = None
 
@@ -100,7 +101,9 @@ def _read(
     spec: AttentionSpec,
 ) -> jax.Array:
     """The attention itself, of the heads that one device has."""
-    if isinstance(spec.blocks, GpuBlocks):
+    if isinstance(spec.blocks, TpuBlocks):
+        run = partial(tpu_attention.paged_attention, blocks=spec.blocks, interpret=spec.interpret)
+    elif isinstance(spec.blocks, GpuBlocks):
         run = partial(gpu_attention.paged_attention, blocks=spec.blocks, interpret=spec.interpret)
     else:
         run = partial(xla_attention.paged_attention, blocks=spec.blocks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 from jax.sharding import AbstractMesh, Mesh
 
@@ -73,8 +74,9 @@ def plan_of(
     max_num_seqs: int = 16,
     max_batched_tokens: int = 512,
     platform: Platform = "cpu",
+    device_kind: str = "TPU v6 lite",
 ) -> ProgramPlan:
-    """The plan that `jkv.engine.build` makes for a platform."""
+    """The plan that `jkv.engine.build` makes for a platform; `device_kind` is a TPU's."""
     serve = ServeConfig(
         dtype=dtype,
         kv_dtype=kv_dtype or "auto",
@@ -83,7 +85,7 @@ def plan_of(
         max_batched_tokens=max_batched_tokens,
         max_mixed_tokens=max_batched_tokens,
     )
-    return with_pages(plan_for(serve, config, platform), pages)
+    return with_pages(plan_for(serve, config, platform, [SimpleNamespace(device_kind=device_kind)]), pages)
 
 
 def over(plan: ProgramPlan, mesh: Mesh | AbstractMesh) -> ProgramPlan:
@@ -103,6 +105,8 @@ PLANS = {
     "llama3-8b-int8-kv": plan_of(LLAMA3_8B, dtype="bfloat16", kv_dtype="int8", pages=1024, platform="tpu"),
     "llama3-8b": plan_of(LLAMA3_8B, dtype="bfloat16", pages=1024, platform="tpu"),
     "llama3-8b-tp4": over(plan_of(LLAMA3_8B, dtype="bfloat16", pages=1024, platform="tpu"), FOUR),
-    "llama3-8b-tp4" + V5E: over(plan_of(LLAMA3_8B, dtype="bfloat16", pages=1024, platform="tpu"), FOUR),
+    "llama3-8b-tp4" + V5E: over(
+        plan_of(LLAMA3_8B, dtype="bfloat16", pages=1024, platform="tpu", device_kind="TPU v5 lite"), FOUR
+    ),
     "qwen3-1.7b-tp4": over(plan_of(QWEN3_1_7B, dtype="bfloat16", pages=1024, platform="tpu"), FOUR),
 }

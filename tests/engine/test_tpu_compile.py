@@ -89,6 +89,7 @@ def test_a_step_writes_the_pool_in_place_and_makes_no_copy_of_it(
         size = pool.pages * pool.device_page_bytes
         assert found["aliased"] == size
         assert found["temporaries"] < min(32 * _MIB, size // 16)
+        assert "tpu_custom_call" in found["custom_calls"]
 
 
 @pytest.mark.parametrize(("plan", "program"), SAMPLING)
