@@ -1,11 +1,12 @@
 """Paged attention for GPUs, by Pallas's Triton lowering: one kernel for chunks of queries, one for the splits
 of single queries and one that merges these. Same semantics as `jkv.kernels.xla_attention`.
+
+They write each row in place of its query, which nobody else reads.
 """
 
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 
 from jkv.errors import ConfigError, UnsupportedModelError
 from jkv.kernels.batch import StepBatch
@@ -32,7 +33,7 @@ def paged_attention(
     interpret: bool,
 ) -> jax.Array:
     """Causal attention of every query over its sequence's pages; see `jkv.kernels.attention.attend`. Rows of
-    padding are 0.
+    padding keep what q has there.
 
     Args:
         interpret: runs the kernels as XLA programs, on any device.
@@ -55,10 +56,9 @@ def paged_attention(
     )
     _check(problem, pool.values)
     ops = Operands.of(q, pool, layer, window, batch)
-    out = jnp.zeros_like(q)
     if not blocks.one_path:
-        out = decode(ops, out, problem, blocks, interpret=interpret)
-    return prefill(ops, out, problem, blocks.prefill, decodes_too=blocks.one_path, interpret=interpret)
+        ops = ops._replace(q=decode(ops, problem, blocks, interpret=interpret))
+    return prefill(ops, problem, blocks.prefill, decodes_too=blocks.one_path, interpret=interpret)
 
 
 def _check(problem: Problem, values: jax.Array) -> None:

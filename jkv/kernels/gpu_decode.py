@@ -63,10 +63,8 @@ class Partial(NamedTuple):
     out: Any  # [splits, heads, head_dim]
 
 
-def decode(
-    ops: Operands, out: jax.Array, problem: Problem, blocks: GpuBlocks, *, interpret: bool
-) -> jax.Array:
-    """Writes row i of `out`, `[T, heads, head_dim]`, for decode i, in place."""
+def decode(ops: Operands, problem: Problem, blocks: GpuBlocks, *, interpret: bool) -> jax.Array:
+    """`ops.q` with row i in place of the query of decode i."""
     seqs = min(problem.tokens, ops.kv_lens.shape[0])
     tiles, most = blocks.decode, seqs + blocks.extra_splits(problem.kv_heads)
 
@@ -85,13 +83,13 @@ def decode(
     )(ops)
     return pl.pallas_call(
         partial(_merge_kernel, problem=problem, blocks=blocks),
-        out_shape=jax.ShapeDtypeStruct(out.shape, out.dtype),
+        out_shape=jax.ShapeDtypeStruct(ops.q.shape, ops.q.dtype),
         grid=(seqs, problem.heads),
-        input_output_aliases={len(jax.tree.leaves((ops, parts))): 0},
+        input_output_aliases={0: 0},
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
         name="paged_decode_merge",
-    )(ops, parts, out)
+    )(ops, parts)
 
 
 def _splits(ops: Operands, problem: Problem, blocks: GpuBlocks) -> Splits:
@@ -158,9 +156,7 @@ def _split(
     plgpu.store(parts.out.at[number, rows, columns], run.out, mask=where)
 
 
-def _merge_kernel(
-    ops: Operands, parts: Partial, _: Any, out: Any, *, problem: Problem, blocks: GpuBlocks
-) -> None:
+def _merge_kernel(ops: Operands, parts: Partial, out: Any, *, problem: Problem, blocks: GpuBlocks) -> None:
     seq, head = pl.program_id(0), pl.program_id(1)
 
     @pl.when(seq < ops.counts[0])

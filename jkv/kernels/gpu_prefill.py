@@ -27,11 +27,9 @@ from jkv.kernels.gpu_tiles import (
 
 
 def prefill(
-    ops: Operands, out: jax.Array, problem: Problem, tiles: Tiles, *, decodes_too: bool, interpret: bool
+    ops: Operands, problem: Problem, tiles: Tiles, *, decodes_too: bool, interpret: bool
 ) -> jax.Array:
-    """Writes the rows of the chunks into `out`, `[T, heads, head_dim]`, in place; if `decodes_too`, those of
-    the decodes as well.
-    """
+    """`ops.q` with the rows of the chunks, and of the decodes if `decodes_too`, in place of their queries."""
     kernel = partial(_kernel, problem=problem, tiles=tiles, decodes_too=decodes_too)
     queries = tiles.queries(problem.group)
     seqs = ops.kv_lens.shape[0]
@@ -39,16 +37,16 @@ def prefill(
     blocks = min(problem.tokens, problem.tokens // queries + seqs)
     return pl.pallas_call(
         kernel,
-        out_shape=jax.ShapeDtypeStruct(out.shape, out.dtype),
+        out_shape=jax.ShapeDtypeStruct(ops.q.shape, ops.q.dtype),
         grid=(blocks, problem.kv_heads),
-        input_output_aliases={len(jax.tree.leaves(ops)): 0},
+        input_output_aliases={0: 0},
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
         name="paged_prefill",
-    )(ops, out)
+    )(ops)
 
 
-def _kernel(ops: Operands, _: Any, out: Any, *, problem: Problem, tiles: Tiles, decodes_too: bool) -> None:
+def _kernel(ops: Operands, out: Any, *, problem: Problem, tiles: Tiles, decodes_too: bool) -> None:
     queries = tiles.queries(problem.group)
     index = jnp.arange(power_above(ops.kv_lens.shape[0]))
     first_seq = 0 if decodes_too else ops.counts[0]

@@ -57,11 +57,11 @@ def test_equals_float64_whatever_lies_outside_the_rows_in_use(
     sequences, decodes = step
     chunks = random_chunks(shape, np.random.default_rng(seed), sequences, shared_pages)
     out = _attend(shape, chunks, decodes, one_path=one_path)
-    want = np.zeros_like(out)
-    if chunks:
-        used = np.concatenate([expected(shape, c) for c in chunks])
-        want[: len(used)] = used
-    np.testing.assert_allclose(out, want, rtol=0, atol=1e-5)
+    assert np.isfinite(out).all()
+    want = [expected(shape, c) for c in chunks]
+    if want:
+        used = sum(len(c.q) for c in chunks)
+        np.testing.assert_allclose(out[:used], np.concatenate(want), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
