@@ -181,7 +181,16 @@ def write_kv(
     pool_rows = layer * pages + batch.write_pages
     if pool.scales is None:
         return KvArrays(values=_write(pool.values, pool_rows, kept, rows, batch.write_offsets), scales=None)
-    return _write_quantized(pool.values, pool.scales, pool_rows, kept, rows, batch.write_offsets)
+    return lax.platform_dependent(
+        pool.values,
+        pool.scales,
+        pool_rows,
+        kept,
+        rows,
+        batch.write_offsets,
+        cuda=scatter_quantized,
+        default=_write_quantized,
+    )
 
 
 def _write(
@@ -206,9 +215,9 @@ def _write_quantized(
     offsets: jax.Array,
 ) -> KvArrays[jax.Array]:
     """Token by token: XLA:TPU copies a whole pool of int8 for a scatter into it, and to read a row of it."""
-    tokens, kv_heads, _, head_dim = kv.shape
-    heads, page_size, width = 2 * kv_heads, values.shape[1], values.shape[2]
-    new_values, new_scales = quantize(kv.reshape(tokens, heads, head_dim))
+    tokens, heads = kv.shape[0], 2 * kv.shape[1]
+    page_size, width = values.shape[1:]
+    new_values, new_scales = quantize(kv.reshape(tokens, heads, -1))
     (tokens_kept,) = jnp.nonzero(kept, size=tokens)
 
     def write(i: jax.Array, pool: KvArrays[jax.Array]) -> KvArrays[jax.Array]:
@@ -225,3 +234,23 @@ def _write_quantized(
         )
 
     return lax.fori_loop(0, kept.sum(), write, KvArrays(values=values, scales=scales))
+
+
+def scatter_quantized(
+    values: jax.Array,
+    scales: jax.Array,
+    pool_rows: jax.Array,
+    kept: jax.Array,
+    kv: jax.Array,
+    offsets: jax.Array,
+) -> KvArrays[jax.Array]:
+    """As `_write_quantized`, all tokens at once: on GPUs kernels too small cost more than what they move."""
+    tokens, heads = kv.shape[0], 2 * kv.shape[1]
+    _, page_size, width = values.shape
+    new_values, new_scales = quantize(kv.reshape(tokens, heads, -1))
+    rows = jnp.where(kept, pool_rows, values.shape[0])
+    columns = jnp.arange(heads) * page_size + offsets[:, None]
+    return KvArrays(
+        values=values.at[rows, offsets].set(new_values.reshape(tokens, width), mode="drop"),
+        scales=scales.at[rows[:, None], columns].set(new_scales, mode="drop"),
+    )

@@ -14,6 +14,7 @@ from jkv.kernels.kv_pool import (
     from_stored,
     load_kv,
     quantize,
+    scatter_quantized,
     stored_dtype,
     to_stored,
     write_kv,
@@ -85,6 +86,14 @@ def test_int8_is_written_with_its_scales_and_read_back(
     after = run(before, jnp.int32(layer), keys=keys, values=values, batch=batch)
     assert after.values.dtype == jnp.int8
     assert np.array(load_kv(after, every_row)).tobytes() == want.tobytes()
+
+    pages, offsets = jnp.asarray(batch.write_pages), jnp.asarray(batch.write_offsets)
+    kv = jnp.stack([keys, values], axis=2)
+    assert before.scales is not None
+    at_once = scatter_quantized(
+        before.values, before.scales, layer * _PAGES + pages, pages < _PAGES, kv, offsets
+    )
+    assert np.array(load_kv(at_once, every_row)).tobytes() == want.tobytes()
 
 
 def test_int8_is_off_by_half_a_step_at_most_and_keeps_zeros_and_signs() -> None:

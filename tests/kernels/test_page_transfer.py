@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jkv.kernels.kv_pool import KvArrays, PoolShape, stored_dtype
-from jkv.kernels.page_transfer import gather_pages, scatter_pages
+from jkv.kernels.page_transfer import gather_at_once, gather_pages, scatter_at_once, scatter_pages
 
 _LAYERS, _PAGES, _HEADS, _DIM = 3, 7, 2, 16
 
@@ -44,6 +44,21 @@ def test_pages_are_put_back_where_asked_and_nothing_else_changes(dtype: str, pag
         want[:, [2, 6, 0]] = want[:, [5, 0, 6]]
         assert array.dtype == want.dtype
         assert np.asarray(array).tobytes() == want.tobytes()
+
+
+@in_every_dtype
+def test_a_page_moved_at_once_is_the_same(dtype: str) -> None:
+    shape = _shape(dtype, 16)
+    pool, number = _pool(shape), jnp.int32(5)
+    (copy,) = _gather(shape)(pool, np.array([5], np.int32))
+    for array, page in zip(jax.tree.leaves(pool), jax.tree.leaves(copy), strict=True):
+        at_once = gather_at_once(array, number, pages=_PAGES, kv_heads=_HEADS)
+        assert (at_once == page).all()
+        want = np.array(array).reshape(_LAYERS, _PAGES, -1)
+        want[:, 2] = want[:, 5]
+        after = scatter_at_once(array, jnp.int32(2), page, pages=_PAGES)
+        assert after.shape == array.shape
+        assert (np.asarray(after).reshape(want.shape) == want).all()
 
 
 @in_every_dtype
