@@ -98,8 +98,10 @@ class ProgramPlan:
 
     @property
     def unroll_layers(self) -> bool:
-        """Whether each layer has its own parameters and code: faster on CPU, slower to compile."""
-        return self.platform == "cpu"
+        """Whether each layer has its own parameters and code: slower to compile, but faster on CPU, and under
+        scan XLA:GPU copies every layer's weights out of the stack before it multiplies by them.
+        """
+        return self.platform != "tpu"
 
     @property
     def pinned_pages(self) -> bool:
@@ -135,10 +137,9 @@ class ProgramPlan:
     def weights_first(self, rows: int) -> bool:
         """How a program multiplies `rows` rows by the weights (see `jkv.models.decoder.product`).
 
-        Weights first is faster on CPU where the layers are unrolled, up to a third for the rows of decodes,
-        and slower from 128 rows up.
+        Weights first is faster on CPU, up to a third for the rows of decodes, and slower from 128 rows up.
         """
-        return self.unroll_layers and not self.batch_invariant and 2 <= rows <= _FEW_ROWS
+        return self.platform == "cpu" and not self.batch_invariant and 2 <= rows <= _FEW_ROWS
 
     @property
     def token_buckets(self) -> tuple[int, ...]:

@@ -166,7 +166,7 @@ def layer_kinds(config: ModelConfig) -> LayerKind:
     unlimited = jnp.iinfo(jnp.int32).max
     local = [w is not None and config.local_rope is not None for w in config.windows]
     return LayerKind(
-        index=jnp.arange(config.num_layers, dtype=jnp.int32),
+        index=jnp.asarray(range(config.num_layers), jnp.int32),
         window=jnp.asarray([unlimited if w is None else w for w in config.windows], jnp.int32),
         rope=jnp.asarray(local, jnp.int32),
     )
