@@ -104,6 +104,11 @@ class ProgramPlan:
         return self.platform != "tpu"
 
     @property
+    def expert_loop(self) -> bool:
+        """Whether a mixture's experts are taken one by one: on CPU, see `jkv.models.experts`."""
+        return self.platform == "cpu"
+
+    @property
     def pinned_pages(self) -> bool:
         """Whether pages are gathered into pinned host memory: not on CPU, where L1 is host memory."""
         return self.platform != "cpu"
@@ -135,7 +140,7 @@ class ProgramPlan:
         )
 
     def weights_first(self, rows: int) -> bool:
-        """How a program multiplies `rows` rows by the weights (see `jkv.models.decoder.product`).
+        """How a program multiplies `rows` rows by the weights (see `jkv.models.layers.product`).
 
         Weights first is faster on CPU, up to a third for the rows of decodes, and slower from 128 rows up.
         """
@@ -207,7 +212,7 @@ def _step_program(plan: ProgramPlan, params: Params, tokens: int) -> Program:
         attention=plan.attention,
         unroll_layers=plan.unroll_layers,
         weights_first=plan.weights_first(tokens),
-        expert_loop=plan.platform == "cpu",
+        expert_loop=plan.expert_loop,
     )
     pool, last_tokens = plan.abstract_pool(), jax.ShapeDtypeStruct((plan.max_num_seqs,), jnp.int32)
     batch = StepBatch.abstract(tokens, plan.max_num_seqs, plan.table_width, plan.sample_rows)

@@ -22,6 +22,10 @@ pytestmark = pytest.mark.parametrize(
         ("mistral_window", 8),
         ("mistral_window", 64),
         ("odd", 16),
+        pytest.param("qwen3_moe", 16, marks=pytest.mark.full),
+        pytest.param("qwen3_moe", 64, marks=pytest.mark.full),
+        pytest.param("gemma2", 8, marks=pytest.mark.full),
+        pytest.param("gemma3", 64, marks=pytest.mark.full),
     ],
 )
 

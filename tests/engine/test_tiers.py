@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,11 +18,19 @@ from tests.engine.oracle import check_hit, tiny_case
 from tests.engine.test_bit_equal import bits, cold_bits, varied
 from tests.engine.test_loop import fail_once
 
-MODELS = [("llama_mha_tied", 8), ("llama3", 16), ("mistral_window", 64)]
+MODELS: list[Any] = [("llama_mha_tied", 8), ("llama3", 16), ("mistral_window", 64)]
+LATER = [(name, page) for name in ("gemma2", "gemma3", "qwen3_moe") for page in (8, 16, 64)]
 # What to flush so that the next request finds its pages in this tier, and not above it.
 ABOVE: dict[Tier, tuple[Tier, ...]] = {Tier.L1: (), Tier.L2: (Tier.L1,), Tier.L3: (Tier.L1, Tier.L2)}
 
-on_every_page_size = pytest.mark.parametrize(("name", "page_size"), MODELS)
+
+def models(*later: tuple[str, int]) -> pytest.MarkDecorator:
+    """Page sizes 8, 16 and 64, and of the later models those given; the others in long runs."""
+    rest = [pytest.param(*m, marks=pytest.mark.full) for m in LATER if m not in later]
+    return pytest.mark.parametrize(("name", "page_size"), [*MODELS, *later, *rest])
+
+
+on_every_page_size = models(("qwen3_moe", 16))
 
 
 @pytest.fixture
@@ -69,7 +78,7 @@ def test_a_hit_in_each_tier_at_every_page_boundary(bench: Bench) -> None:
             assert from_tier(bench, tier, r).bits == cold.bits, f"length {length} from {tier}"
 
 
-@on_every_page_size
+@models()
 def test_prompts_come_back_after_a_restart(tmp_path: Path, name: str, page_size: int) -> None:
     flags = {**ALL_TIERS, "l3_dir": str(tmp_path), "batch_invariant": True}
     lengths = (page_size - 1, page_size, page_size + 1, 4 * page_size, 4 * page_size + 5)
@@ -91,7 +100,7 @@ def test_prompts_come_back_after_a_restart(tmp_path: Path, name: str, page_size:
         assert not bench.violations
 
 
-@on_every_page_size
+@models()
 def test_default_mode_differs_at_close_calls_only(tiny: Tiny, name: str, page_size: int) -> None:
     bench = tiny(name, page_size, tiers=True)
     for number in range(3):

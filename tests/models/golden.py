@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 from jkv.models.config import ModelConfig
 
 TINY = Path(__file__).parents[1] / "data" / "golden" / "tiny"
+LATER_NAMES = ("gemma2", "gemma3", "qwen3_moe")
 NAMES = (
     "llama3",
     "llama_mha_tied",
@@ -20,9 +21,7 @@ NAMES = (
     "qwen2",
     "qwen3",
     "mistral_window",
-    "gemma2",
-    "gemma3",
-    "qwen3_moe",
+    *LATER_NAMES,
 )
 
 _GGUF_NAMES = {

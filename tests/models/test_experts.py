@@ -92,7 +92,7 @@ def expected(config: ModelConfig, x: np.ndarray) -> np.ndarray:
 
 @_WAYS
 @MODELS
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     tokens=st.integers(0, 32),
     spread=st.sampled_from([0.0, 0.05, 1.0, 5.0]),
@@ -110,8 +110,7 @@ def test_equals_float64_whatever_is_in_the_padding(
     assert not out[tokens:].any()
 
 
-@pytest.mark.parametrize("rows", [1, 2, 512])
-@MODELS
+@pytest.mark.parametrize(("config", "rows"), [(MIXTRAL, 1), (MANY, 2), (QWEN, 512)])
 def test_the_loop_in_other_buckets(config: ModelConfig, rows: int) -> None:
     x = random_rows(np.random.default_rng(rows), rows)
     out = compiled(config, rows, True)(x, rows, weights(config))
@@ -136,7 +135,7 @@ def test_a_row_has_the_same_bits_in_every_batch_and_bucket(config: ModelConfig) 
     rng, hidden = np.random.default_rng(2), config.hidden_size
     x, others = random_rows(rng, 256, hidden=hidden), random_rows(rng, 512, hidden=hidden)
     alone = compiled(config, 256, True, invariant=True)(x, 256, weights(config))
-    for rows, tokens in ((2, 1), (2, 2), (4, 3), (16, 16), (64, 50), (512, 300)):
+    for rows, tokens in ((2, 1), (2, 2), (16, 16), (64, 50), (512, 300)):
         run = compiled(config, rows, True, invariant=True)
         batch = others[:rows].copy()
         for start in range(0, 256, 61):
