@@ -28,10 +28,10 @@ _SLOT_S = 1.0
 # one hot prefix would wait where it is while other engines are idle.
 _ELSEWHERE = 0.25
 _IN_ANY_CASE = 2
-# And b / (1 - b) of those that come before it is idle again, where engines compute for the part b of the time:
-# for each request that starts a queue's busy period so many join it (Kleinrock 1975); up to this part. Without
-# them Mooncake's conversation trace had 0.88 of its ideal hits at 0.8 of the capacity; with them it has 0.95, and
-# no higher TTFTs.
+# And b / (1 - b) of those that come before it is idle again, where engines compute for the part b of the
+# time: for each request that starts a queue's busy period so many join it (Kleinrock 1975); up to this part.
+# Without them Mooncake's conversation trace had 0.88 of its ideal hits at 0.8 of the capacity; with them it
+# has 0.95, and no higher TTFTs.
 _MOST_BUSY = 0.9
 # Speeds closer than this to the median are the median: so much do measurements of equal machines differ;
 # a few percent would otherwise send every request to the same one.
