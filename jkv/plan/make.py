@@ -11,9 +11,10 @@ from jkv.engine.l1_size import Budget, Memory, divide, l1_pages
 from jkv.engine.planning import kv_dtype, max_model_len, plan_for, with_pages
 from jkv.engine.programs import (
     ADMIT,
-    Program,
     ProgramPlan,
+    gather_name,
     programs,
+    sample_name,
     scatter_name,
     step_name,
 )
@@ -72,36 +73,21 @@ def make_plan(options: PlanOptions, progress: Callable[[Compiled], None]) -> Pla
     tp = options.tp or max(n for n in possible_tp(model) if n <= target.chips)
     serve, chips = options.serve(tp), devices(target)
     small = plan_for(serve, model, target.platform, chips)
-    chip, device = target.chip or this_machine(), chips[0]
-    weights = _weights(options, small, chip, device)
+    chip = target.chip or this_machine()
 
     def compile_named(plan: ProgramPlan, names: Iterable[str]) -> list[Compiled]:
-        return compile_all((p for p in programs(plan) if p.name in names), device, progress)
+        return compile_all((p for p in programs(plan) if p.name in names), chips[0], progress)
 
+    weights = _weights(options, small, chip, chips[0])
     sizing = compile_named(small, largest_programs(small))
-    budget = divide(
-        chip.memory_bytes - weights,
-        state_bytes(small) + staging_bytes(small),
-        [compiled.beside_arguments for compiled in sizing],
-        sum(1 for _ in programs(small)),
-    )
+    budget = _budget(small, chip.memory_bytes - weights, sizing)
     on_device = Memory(available=budget.left, default=budget.left)
     memory = host_memory(serve, weights) if target.chip is None else on_device
     page = small.pool.device_page_bytes
-    pages = l1_pages(serve, page, memory)
-    plan = with_pages(small, pages)
-    compiled = compile_named(plan, _told(plan))
-    roofline = Roofline(
-        work=work_of(
-            widened(model, tp),
-            plan.dtype,
-            chips=tp,
-            kv_bytes=page // serve.page_size,
-            host_kv_bytes=plan.pool.host_page_bytes // tp // serve.page_size,
-        ),
-        chip=chip,
-        flops=chip.float32_flops if plan.dtype == "float32" else chip.flops,
-    )
+    plan = with_pages(small, l1_pages(serve, page, memory))
+    # Sampling does not touch the pool, and stays as it was.
+    sampling = [c for c in sizing if c.program == sample_name(plan.sample_buckets[-1])]
+    compiled = [*sampling, *compile_named(plan, _with_pool(plan))]
     return Plan(
         model=name,
         architecture=model.architecture,
@@ -120,24 +106,18 @@ def make_plan(options: PlanOptions, progress: Callable[[Compiled], None]) -> Pla
             weights=weights,
             budget=budget,
             page=page,
-            pages=pages,
+            pages=plan.pool.pages,
             needed=_needed(compiled, weights, budget),
         ),
         most_pages=memory.available // page,
         page_bytes=plan.pool.host_page_bytes,
-        estimate=estimate(
-            roofline,
-            max_model_len=max_model_len(serve, model),
-            max_num_seqs=plan.max_num_seqs,
-            max_batched_tokens=plan.max_batched_tokens,
-            l1_tokens=pages * serve.page_size,
-        ),
+        estimate=_estimate(plan, chip, max_model_len(serve, model)),
     )
 
 
 def _weights(options: PlanOptions, plan: ProgramPlan, chip: Chip, device: Any) -> int:
     """Bytes of the weights on a chip, which must have room for more."""
-    params = _step(plan).args[0]
+    params = next(p for p in programs(plan) if p.name == step_name(plan.token_buckets[-1])).args[0]
     weights = unpadded_bytes(params)
     if weights < chip.memory_bytes:
         weights = weights_bytes(params, device)
@@ -149,17 +129,25 @@ def _weights(options: PlanOptions, plan: ProgramPlan, chip: Chip, device: Any) -
     return weights
 
 
-def _step(plan: ProgramPlan) -> Program:
-    return next(p for p in programs(plan) if p.name == step_name(plan.token_buckets[-1]))
+def _budget(plan: ProgramPlan, free: int, largest: Sequence[Compiled]) -> Budget:
+    """As `jkv.engine.sizing.device_memory` divides what a device tells to be free."""
+    return divide(
+        free,
+        state_bytes(plan) + staging_bytes(plan),
+        [compiled.beside_arguments for compiled in largest],
+        sum(1 for _ in programs(plan)),
+    )
 
 
-def _told(plan: ProgramPlan) -> tuple[str, ...]:
-    """One program of each kind, of the largest bucket, and the step of a full batch of decodes."""
+def _with_pool(plan: ProgramPlan) -> tuple[str, ...]:
+    """A program of each kind but sampling, of the largest bucket, and the step of a full batch of decodes."""
+    pages = plan.page_buckets[-1]
     return (
-        *largest_programs(plan),
-        step_name(padded(plan.max_num_seqs)),
-        scatter_name(plan.page_buckets[-1]),
         ADMIT,
+        gather_name(pages),
+        scatter_name(pages),
+        step_name(padded(plan.max_num_seqs)),
+        step_name(plan.token_buckets[-1]),
     )
 
 
@@ -167,3 +155,22 @@ def _needed(compiled: Sequence[Compiled], weights: int, budget: Budget) -> int:
     pool = max(c.aliased for c in compiled)
     running = max(c.temporaries + c.outputs for c in compiled)
     return weights + pool + running + budget.buffers + budget.code
+
+
+def _estimate(plan: ProgramPlan, chip: Chip, longest: int) -> Estimate:
+    pool = plan.pool
+    work = work_of(
+        widened(plan.config, pool.tp),
+        plan.dtype,
+        chips=pool.tp,
+        kv_bytes=pool.device_page_bytes // pool.page_size,
+        host_kv_bytes=pool.host_page_bytes // pool.tp // pool.page_size,
+    )
+    flops = chip.float32_flops if plan.dtype == "float32" else chip.flops
+    return estimate(
+        Roofline(work=work, chip=chip, flops=flops),
+        max_model_len=longest,
+        max_num_seqs=plan.max_num_seqs,
+        max_batched_tokens=plan.max_batched_tokens,
+        l1_tokens=pool.pages * pool.page_size,
+    )
