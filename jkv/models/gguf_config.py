@@ -12,14 +12,14 @@ import numpy as np
 from jkv.errors import ConfigError, UnsupportedModelError
 from jkv.models.config import ModelConfig, RopeConfig
 from jkv.models.gguf_file import GgufFile, read_gguf
+from jkv.models.gguf_gemma import gemma_config
+from jkv.models.gguf_keys import Keys
 from jkv.models.gguf_source import ROPE_FREQS
 from jkv.models.hf_config import check_heads
 from jkv.models.rope import inverse_frequencies
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 # Llama 3's training contexts first; a checkpoint names none, and every one so far is a power of two.
 _LLAMA3_CONTEXTS = (8192, *(1 << bits for bits in range(6, 21)))
-_NEUTRAL = frozenset({"vocab_size", "rope.scaling.finetuned", "tensor_data_layout"})
 _END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
@@ -35,7 +35,7 @@ def config_from_file(file: GgufFile) -> ModelConfig:
         UnsupportedModelError: an architecture, key or rope scaling that jkv does not implement, named.
         ConfigError: a key that is missing or out of range.
     """
-    keys = _Keys(file)
+    keys = Keys(file)
     heads, hidden_size = keys.count("attention.head_count"), keys.count("embedding_length")
     key_length = keys.count("attention.key_length", hidden_size // heads)
     layers = keys.count("block_count")
@@ -62,69 +62,14 @@ def config_from_file(file: GgufFile) -> ModelConfig:
         bos_token_id=file.metadata.get("tokenizer.ggml.bos_token_id"),
         eos_token_ids=_eos_token_ids(file.metadata),
     )
+    if keys.architecture.startswith("Gemma"):
+        config = gemma_config(config, keys)
     keys.require("attention.value_length", (key_length,))
     keys.require("rope.dimension_count", (key_length,))
     keys.require("expert_count", (0,))
     keys.refuse_unread()
     check_heads(config)
     return config
-
-
-class _Keys:
-    """The `{architecture}.*` keys, each marked as read, so that the rest can be refused by name."""
-
-    def __init__(self, file: GgufFile) -> None:
-        self._path = file.path
-        name = file.metadata.get("general.architecture")
-        if name not in ARCHITECTURES:
-            raise UnsupportedModelError(
-                f"{file.path}: general.architecture={name!r} is not supported: "
-                f"jkv runs {', '.join(ARCHITECTURES)}"
-            )
-        self.architecture = ARCHITECTURES[name]
-        self._prefix = f"{name}."
-        self._metadata = file.metadata
-        self._read: set[str] = set()
-
-    def get(self, key: str) -> Any:
-        self._read.add(key)
-        return self._metadata.get(self._prefix + key)
-
-    def count(self, key: str, default: int | None = None) -> int:
-        """A positive integer; without a default the key must be there."""
-        value = self.get(key)
-        value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-            raise ConfigError(f"{self._path}: {self._prefix}{key}={value!r}: it must be a positive integer")
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        """A positive number, as the shortest decimal of its float32: 1e-05 and not 9.999999747e-06."""
-        value = self.get(key)
-        value = default if value is None else value
-        if not isinstance(value, int | float) or not value > 0:
-            raise ConfigError(f"{self._path}: {self._prefix}{key}={value!r}: it must be a positive number")
-        return float(str(np.float32(value)))
-
-    def require(self, key: str, allowed: tuple[Any, ...]) -> None:
-        value = self.get(key)
-        if value is not None and value not in allowed:
-            raise UnsupportedModelError(
-                f"{self._path}: {self._prefix}{key}={value!r} is not supported: "
-                f"jkv implements {' or '.join(map(repr, allowed))}"
-            )
-
-    def refuse_unread(self) -> None:
-        known = self._read | _NEUTRAL
-        unknown = sorted(
-            f"{key}={value!r}"
-            for key, value in self._metadata.items()
-            if key.startswith(self._prefix) and key.removeprefix(self._prefix) not in known
-        )
-        if unknown:
-            raise UnsupportedModelError(
-                f"{self._path} has keys that jkv does not know and so cannot honour: {', '.join(unknown)}"
-            )
 
 
 def _embedding(file: GgufFile) -> Any:
@@ -138,7 +83,7 @@ def _eos_token_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(i for i in ids if i is not None))
 
 
-def _rope(file: GgufFile, keys: _Keys, head_dim: int, context: int) -> RopeConfig:
+def _rope(file: GgufFile, keys: Keys, head_dim: int, context: int) -> RopeConfig:
     plain = RopeConfig(theta=keys.number("rope.freq_base", 10000.0))
     kind = keys.get("rope.scaling.type")
     legacy = keys.number("rope.scale_linear", 1.0)
@@ -154,7 +99,7 @@ def _rope(file: GgufFile, keys: _Keys, head_dim: int, context: int) -> RopeConfi
     return plain
 
 
-def _yarn_rope(keys: _Keys, plain: RopeConfig, context: int) -> RopeConfig:
+def _yarn_rope(keys: Keys, plain: RopeConfig, context: int) -> RopeConfig:
     """llama.cpp scales cos and sin by `attn_factor * (0.1 ln(factor) + 1)`: at 1, transformers' default."""
     keys.require("rope.scaling.attn_factor", (1.0,))
     keys.require("rope.scaling.yarn_attn_factor", (1.0,))

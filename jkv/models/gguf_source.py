@@ -31,6 +31,12 @@ _BLOCK = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+# Gemma norms what goes into attention and the MLP and what comes out. Its GGUFs hold 1 + weight of a norm.
+_GEMMA_BLOCK = _BLOCK | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 _NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 
 
@@ -45,7 +51,7 @@ class GgufSource:
         self._file = file
         self._config = config
         self._permuted = file.metadata["general.architecture"] == "llama"
-        self._tensors = _by_hf_name(file)
+        self._tensors = _by_hf_name(file, gemma=config.norm_offset)
 
     def names(self) -> tuple[str, ...]:
         return tuple(sorted(self._tensors))
@@ -63,7 +69,7 @@ class GgufSource:
             return unpermute_rows(values, self._config.num_heads)
         if self._permuted and ".self_attn.k_proj." in name:
             return unpermute_rows(values, self._config.num_kv_heads)
-        return values
+        return values - 1 if self._config.norm_offset and name.endswith("norm.weight") else values
 
     def fingerprint(self) -> bytes:
         return self._fingerprint
@@ -82,12 +88,13 @@ class GgufSource:
             raise ConfigError(f"the checkpoint {self._file.path} has no tensor {name}") from None
 
 
-def hf_name(gguf_name: str) -> str | None:
+def hf_name(gguf_name: str, *, gemma: bool) -> str | None:
     """The Hugging Face name of a GGUF tensor, or None where no supported architecture has it."""
     if (match := _NAME.fullmatch(gguf_name)) is None:
         return None
     layer, part, suffix = match.groups()
-    stem = (_TOP if layer is None else _BLOCK).get(part)
+    block = _GEMMA_BLOCK if gemma else _BLOCK
+    stem = (_TOP if layer is None else block).get(part)
     if stem is None:
         return None
     return f"{stem}.{suffix}" if layer is None else f"model.layers.{layer}.{stem}.{suffix}"
@@ -104,12 +111,12 @@ def unpermute_rows(values: np.ndarray, heads: int) -> np.ndarray:
     return by_pair.swapaxes(1, 2).reshape(values.shape)
 
 
-def _by_hf_name(file: GgufFile) -> Mapping[str, GgufTensor]:
+def _by_hf_name(file: GgufFile, *, gemma: bool) -> Mapping[str, GgufTensor]:
     result: dict[str, GgufTensor] = {}
     for tensor in file.tensors.values():
         if tensor.name == ROPE_FREQS:
             continue
-        name = hf_name(tensor.name)
+        name = hf_name(tensor.name, gemma=gemma)
         if name is None:
             raise UnsupportedModelError(f"{file.path} has the tensor {tensor.name}, which jkv does not know")
         result[name] = tensor

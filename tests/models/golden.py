@@ -40,6 +40,11 @@ _GGUF_NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+_GEMMA_GGUF_NAMES = _GGUF_NAMES | {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
 
 
 def config_json(name: str, dialect: str = "config.json") -> dict[str, Any]:
@@ -50,12 +55,13 @@ def weights(name: str) -> dict[str, np.ndarray]:
     return load_file(str(TINY / name / "model.safetensors"))
 
 
-def gguf_name(hf_name: str) -> str:
+def gguf_name(hf_name: str, arch: str) -> str:
+    names = _GEMMA_GGUF_NAMES if arch.startswith("gemma") else _GGUF_NAMES
     stem, suffix = hf_name.rsplit(".", 1)
     if not stem.startswith("model.layers."):
-        return f"{_GGUF_NAMES[stem]}.{suffix}"
+        return f"{names[stem]}.{suffix}"
     layer, part = stem.removeprefix("model.layers.").split(".", 1)
-    return f"blk.{layer}.{_GGUF_NAMES[part]}.{suffix}"
+    return f"blk.{layer}.{names[part]}.{suffix}"
 
 
 def permute(values: np.ndarray, heads: int) -> np.ndarray:
@@ -95,10 +101,13 @@ def write_gguf(
     for name, values in tensors.items():
         if arch == "llama" and (".q_proj." in name or ".k_proj." in name):
             values = permute(values, config.num_heads if ".q_proj." in name else config.num_kv_heads)
+        if arch.startswith("gemma") and name.endswith("norm.weight"):
+            values = values + 1
+        stored = gguf_name(name, arch)
         if quantized is not None and values.ndim == 2:
-            writer.add_tensor(gguf_name(name), gguf.quants.quantize(values, quantized), raw_dtype=quantized)
+            writer.add_tensor(stored, gguf.quants.quantize(values, quantized), raw_dtype=quantized)
         else:
-            writer.add_tensor(gguf_name(name), values)
+            writer.add_tensor(stored, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

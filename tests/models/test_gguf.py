@@ -18,11 +18,22 @@ from jkv.models.gguf_source import GgufSource, unpermute_rows
 from jkv.models.hf_config import from_hf
 from tests.models.golden import config_json, permute, weights, write_gguf
 
-ARCHITECTURES = {"llama3": "llama", "llama_mha_tied": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+ARCHITECTURES = {
+    "llama3": "llama",
+    "llama_mha_tied": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "gemma2": "gemma2",
+    "gemma3": "gemma3",
+}
+GEMMA2_KEYS = {"gemma2.attention.sliding_window": 32}
+GEMMA3_KEYS = {"gemma3.attention.sliding_window": 32, "gemma3.attention.sliding_window_pattern": 3}
+KEYS: dict[str, dict[str, Any]] = {"gemma2": GEMMA2_KEYS, "gemma3": GEMMA3_KEYS}
 
 
 def write(path: Path, name: str, **kwargs: Any) -> ModelConfig:
     config = replace(from_hf(config_json(name)), **kwargs.pop("config", {}))
+    kwargs.setdefault("fields", KEYS.get(name))
     write_gguf(path, ARCHITECTURES[name], config, weights(name), **kwargs)
     return config
 
@@ -39,7 +50,11 @@ def test_round_trip_gives_the_hugging_face_checkpoint(tmp_path: Path, name: str)
     for tensor, values in tensors.items():
         assert source.shape(tensor) == values.shape
         assert source.dtype(tensor) == "F32"
-        np.testing.assert_array_equal(source.read(tensor), values)
+        # Gemma's norms are stored with 1 added, in float32.
+        rounding = 2**-24 if name in KEYS and tensor.endswith("norm.weight") else 0
+        np.testing.assert_allclose(
+            source.read(tensor), values, rtol=0, atol=rounding * (1 + np.abs(values).max())
+        )
 
 
 def test_llama_rows_are_really_permuted_in_the_file(tmp_path: Path) -> None:
@@ -148,9 +163,68 @@ def test_keys_that_jkv_does_not_implement_are_refused(
 
 
 def test_other_architectures_are_refused(tmp_path: Path) -> None:
-    write_gguf(tmp_path / "tiny.gguf", "gemma3", from_hf(config_json("qwen2")), weights("qwen2"))
-    with pytest.raises(UnsupportedModelError, match="architecture='gemma3'"):
+    write_gguf(tmp_path / "tiny.gguf", "gemma", from_hf(config_json("qwen2")), {})
+    with pytest.raises(UnsupportedModelError, match="architecture='gemma'"):
         config_from_gguf(tmp_path / "tiny.gguf")
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "expected"),
+    [
+        ("gemma2", {}, {"windows": (4096, None, 4096), "attention_soft_cap": 50.0, "final_soft_cap": 30.0}),
+        (
+            "gemma2",
+            {**GEMMA2_KEYS, "gemma2.attn_logit_softcapping": 40.0, "gemma2.final_logit_softcapping": 20.0},
+            {"windows": (32, None, 32), "attention_soft_cap": 40.0, "final_soft_cap": 20.0},
+        ),
+        (
+            "gemma3",
+            {"gemma3.attention.sliding_window": 32},
+            {"windows": (32, 32, 32), "final_soft_cap": None},
+        ),
+        (
+            "gemma3",
+            {
+                **GEMMA3_KEYS,
+                "gemma3.rope.scaling.type": "linear",
+                "gemma3.rope.scaling.factor": 8.0,
+                "gemma3.rope.freq_base_swa": 2e4,
+                "gemma3.final_logit_softcapping": 25.0,
+            },
+            {
+                "rope": RopeConfig(theta=1e6, kind="linear", factor=8.0),
+                "local_rope": RopeConfig(theta=2e4),
+                "final_soft_cap": 25.0,
+            },
+        ),
+    ],
+)
+def test_gemma_keys(tmp_path: Path, name: str, fields: dict[str, Any], expected: dict[str, Any]) -> None:
+    config = write(tmp_path / "tiny.gguf", name, fields=fields)
+    assert config_from_gguf(tmp_path / "tiny.gguf") == replace(config, **expected)
+
+
+@pytest.mark.parametrize(("name", "layers"), [("gemma2", 46), ("gemma3", 62)])
+def test_the_largest_gemma_scales_attention_otherwise(tmp_path: Path, name: str, layers: int) -> None:
+    large = {"num_layers": layers, "hidden_size": 4608 // 32 * 4}
+    write(tmp_path / "tiny.gguf", name, config=large)
+    assert config_from_gguf(tmp_path / "tiny.gguf").attention_scale == 144**-0.5
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({}, "gemma3.attention.sliding_window=None"),
+        ({**GEMMA3_KEYS, "gemma3.attention.sliding_window_pattern": [True, False]}, "=[True, False]"),
+    ],
+)
+def test_gemma_keys_that_cannot_be_right_are_named(
+    tmp_path: Path, fields: dict[str, Any], named: str
+) -> None:
+    write(tmp_path / "tiny.gguf", "gemma3", fields=fields)
+    with pytest.raises(ConfigError) as error:
+        config_from_gguf(tmp_path / "tiny.gguf")
+    assert named in str(error.value)
 
 
 def test_unknown_tensors_are_refused(tmp_path: Path) -> None:
