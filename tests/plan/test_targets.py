@@ -34,7 +34,7 @@ def test_a_gpu_without_its_compiler_says_what_to_install(nothing_installed: Path
 def test_a_gpus_compiler_is_found_beside_the_packages(
     monkeypatch: pytest.MonkeyPatch, nothing_installed: Path
 ) -> None:
-    packages = nothing_installed / "cuda"
+    packages = nothing_installed / "cuda12-0.0.1"
     (packages / "jax_cuda12_plugin").mkdir(parents=True)
     monkeypatch.setenv("PYTHONPATH", "here")
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=x")

@@ -106,7 +106,7 @@ def find_libtpu() -> Path | None:
 
 def find_cuda() -> Path | None:
     """The folder of the packages that compile for CUDA: one beside the others, as with libtpu, or theirs."""
-    if beside := sorted(Path(sys.prefix).glob("*/jax_cuda12_plugin")):
+    if beside := sorted(Path(sys.prefix).glob("cuda12-*/jax_cuda12_plugin")):
         return beside[-1].parent
     spec = find_spec("jax_cuda12_plugin")
     if spec is None or not spec.submodule_search_locations:
