@@ -12,6 +12,7 @@ from typing import Any
 from jkv import flags
 from jkv.bench import cached, cluster, interference, multiturn, router, serving, tiers, trace
 from jkv.bench.calibrate import calibrate
+from jkv.bench.cluster_real import measure
 from jkv.bench.drive import Target, connected
 from jkv.bench.options import ReportOptions, TargetOptions
 from jkv.bench.report import Measured, Report, as_json, as_text
@@ -50,8 +51,13 @@ async def _offline(options: trace.TraceOptions) -> Measured:
 
 
 async def _cluster(options: cluster.ClusterOptions) -> Measured:
-    report = await asyncio.to_thread(cluster.run, options)
-    return Measured(report=report, subject=options.file or "groups of prompts")
+    subject = options.file or "groups of prompts"
+    if options.real is None:
+        return Measured(report=await asyncio.to_thread(cluster.run, options), subject=subject)
+    calibration = await asyncio.to_thread(calibrate)
+    real = await measure(options.real)
+    report = await asyncio.to_thread(cluster.run, options, real)
+    return Measured(report=report, subject=subject, calibration=calibration)
 
 
 async def _router(options: router.RouterOptions) -> Measured:
@@ -106,7 +112,7 @@ _BENCHMARKS = {
     "cluster": _Benchmark(
         options=cluster.ClusterOptions,
         run=_cluster,
-        description="Compare the router's policies on one load, with simulated engines.",
+        description="Compare the router's policies on one load, with simulated engines and real ones.",
     ),
 }
 

@@ -1,11 +1,13 @@
 """`python -m jkv.bench cluster`: the router's policies side by side on the same load, in virtual time.
 
 Index, scores and policies are the router's own; engines are simulated, with speeds measured on a real one.
+With `--real-engines` that is done in the same run, and the policies are compared on real engines too.
 Rates are told as parts of what the engines could take in if one infinite cache were shared by all.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +16,8 @@ import numpy as np
 
 from jkv.bench.cluster_engine import Job, Speeds
 from jkv.bench.cluster_load import Groups, Load, group_load, trace_load
+from jkv.bench.cluster_real import RealOptions, RealResults
+from jkv.bench.cluster_results import PolicyResults, policy_rows
 from jkv.bench.cluster_sim import SimShape, Simulation
 from jkv.bench.options import ReportOptions
 from jkv.bench.report import Report, Row, number
@@ -21,7 +25,7 @@ from jkv.errors import ConfigError
 from jkv.flags import flag
 from jkv.router.policy import POLICIES
 
-_LOAD, _ENGINES = "load", "engines"
+_LOAD, _ENGINES, _REAL = "load", "simulated engines", "real engines"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +44,7 @@ class ClusterOptions(ReportOptions):
         "0.25,0.5,0.75,1,1.25", group=_LOAD, metavar="X,X,...", help="rates, as parts of the ideal capacity"
     )
     seed: int = flag(0, group=_LOAD, minimum=0, help="arrivals and prompts of equal seeds are equal")
-    engines: int = flag(8, group=_ENGINES, minimum=1, help="engines")
+    engines: int = flag(8, group=_ENGINES, minimum=1, help="engines that are simulated")
     slots: int = flag(8, group=_ENGINES, minimum=1, help="sequences that an engine decodes at a time")
     prefill_tokens_per_s: float = flag(
         2000.0, group=_ENGINES, minimum=0.001, help="measured prefill speed of an engine"
@@ -53,6 +57,24 @@ class ClusterOptions(ReportOptions):
     l2_share: float = flag(
         0.0, group=_ENGINES, minimum=0, maximum=1, help="part of an engine's pages that are in L2"
     )
+    real_engines: int = flag(
+        0,
+        group=_REAL,
+        minimum=0,
+        help="start so many engines here, run shorter groups of prompts on them, and simulate with the speeds"
+        " measured on one of them",
+    )
+    real_requests: int = flag(48, group=_REAL, minimum=1, help="requests of each of the two runs of a policy")
+    serve_flags: str = flag(
+        "",
+        group=_REAL,
+        metavar="FLAGS",
+        default_text="none",
+        help="more flags for the engines: --serve-flags='--model PATH'",
+    )
+    timeout: float = flag(
+        600.0, group=_REAL, metavar="SECONDS", minimum=0.001, help="a request that takes longer has failed"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -61,19 +83,21 @@ class ClusterOptions(ReportOptions):
                 raise ConfigError(f"--rates {self.rates}: {part!r} is not a number above 0")
 
     @property
+    def real(self) -> RealOptions | None:
+        """None without real engines."""
+        if not self.real_engines:
+            return None
+        return RealOptions(
+            engines=self.real_engines,
+            serve_flags=self.serve_flags,
+            requests=self.real_requests,
+            seed=self.seed,
+            timeout=self.timeout,
+        )
+
+    @property
     def ladder(self) -> tuple[float, ...]:
         return tuple(float(part) for part in self.rates.split(","))
-
-
-@dataclass(frozen=True, kw_only=True)
-class PolicyResults:
-    """Times to the first token in seconds, hit tokens as a part of the ideal, requests ended a second."""
-
-    policy: str
-    hits_of_ideal: float
-    ttft_p50: float
-    ttft_p90: float
-    requests_per_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +121,7 @@ class ClusterResults:
     ideal_hit_rate: float
     ideal_requests_per_s: float
     rates: list[RateResults]
+    real: RealResults | None
 
 
 def load_of(options: ClusterOptions) -> Load:
@@ -106,8 +131,10 @@ def load_of(options: ClusterOptions) -> Load:
     return group_load(Groups(), options.requests, options.seed)
 
 
-def run(options: ClusterOptions) -> Report:
-    """Every policy at every rate."""
+def run(options: ClusterOptions, real: RealResults | None = None) -> Report:
+    """Every policy at every rate, with the speeds of real engines where these were measured."""
+    if real is not None:
+        options = _with_speeds(options, real.speeds)
     load = load_of(options)
     ideal = load.ideal_hit_tokens
     to_compute = (load.prompt_tokens - ideal) / len(load.requests)
@@ -126,8 +153,19 @@ def run(options: ClusterOptions) -> Report:
             )
             for part in options.ladder
         ],
+        real=real,
     )
-    return Report(results=results, rows=_rows(results), errors=[])
+    return Report(results=results, rows=_rows(results), errors=[] if real is None else real.errors)
+
+
+def _with_speeds(options: ClusterOptions, speeds: Speeds) -> ClusterOptions:
+    return dataclasses.replace(
+        options,
+        prefill_tokens_per_s=speeds.prefill_tokens_per_s,
+        tpot_ms=speeds.tpot_s * 1000,
+        page_bytes=speeds.page_bytes,
+        l2_bytes_per_s=speeds.l2_bytes_per_s,
+    )
 
 
 def _simulate(options: ClusterOptions, load: Load, ideal: int, rate: float, policy: str) -> PolicyResults:
@@ -175,8 +213,16 @@ def _rows(results: ClusterResults) -> list[Row]:
     ]
     for rate in results.rates:
         head = f"{rate.rate:.2f} requests/s, {rate.of_capacity:g} of the ideal"
-        rows.append((head, "hits of ideal", "TTFT p50, s", "TTFT p90, s", "requests/s"))
-        for each in rate.policies:
-            cells = (each.ttft_p50, each.ttft_p90, each.requests_per_s)
-            rows.append((f"  {each.policy}", f"{each.hits_of_ideal:.1%}", *(number(cell) for cell in cells)))
-    return rows
+        rows += policy_rows(head, rate.policies)
+    return rows if results.real is None else [*_real_rows(results.real), *rows]
+
+
+def _real_rows(real: RealResults) -> list[Row]:
+    speeds = real.speeds
+    return [
+        ("prefill, tokens/s of one real engine", number(speeds.prefill_tokens_per_s)),
+        ("time per token after the first, ms", number(speeds.tpot_s * 1000)),
+        ("loads from L2, MiB/s", number(speeds.l2_bytes_per_s / 2**20)),
+        ("bytes of a page", str(speeds.page_bytes)),
+        *policy_rows(f"{real.engines} real engines of {real.model}, saturated", real.policies),
+    ]

@@ -1,4 +1,4 @@
-"""A jkv server as a process of its own, for benchmarks that restart it."""
+"""A jkv server or router as a process of its own, for benchmarks that start and restart it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ _STOP_S = 60.0  # a stop writes what is still pending
 
 
 class EngineProcess:
-    """`python -m jkv.serve` on a free port, in a session of its own: Ctrl-C reaches only the benchmark."""
+    """`python -m jkv.serve`, or `jkv.router`, on a free port, in a session of its own: Ctrl-C reaches only
+    the benchmark.
+    """
 
     def __init__(self, process: Process) -> None:
         self._process = process
@@ -25,7 +27,7 @@ class EngineProcess:
         self._reading: asyncio.Task[None] | None = None
 
     @classmethod
-    async def start(cls, flags: Sequence[str]) -> tuple[EngineProcess, str]:
+    async def start(cls, flags: Sequence[str], module: str = "jkv.serve") -> tuple[EngineProcess, str]:
         """A server that is ready, and its address.
 
         Raises:
@@ -33,7 +35,7 @@ class EngineProcess:
         """
         process = await asyncio.create_subprocess_exec(
             sys.executable,
-            *("-m", "jkv.serve", "--grpc-port", "0", *flags),
+            *("-m", module, "--grpc-port", "0", *flags),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=PIPE,
             stderr=STDOUT,

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
@@ -9,8 +10,10 @@ import pytest
 from jkv.bench.__main__ import main
 from jkv.bench.cluster import ClusterOptions, load_of, run
 from jkv.bench.cluster_engine import Job, SimCache, SimEngine, Speeds
+from jkv.bench.cluster_real import group_prompts, scaled
 from jkv.cache.pages import Tier
 from tests.bench.traces import make_trace
+from tests.e2e.server import TINY
 
 _SPEEDS = Speeds(prefill_tokens_per_s=100.0, l2_bytes_per_s=1000.0, page_bytes=100, tpot_s=0.5, slots=1)
 
@@ -100,6 +103,44 @@ def test_the_command_prints_all_policies_as_json(capsys: pytest.CaptureFixture[s
     for rate in results["rates"]:
         names = [each["policy"] for each in rate["policies"]]
         assert names == ["cache-aware", "least-loaded", "round-robin", "random"]
+
+
+def test_the_load_of_real_engines_is_the_simulated_one_in_small() -> None:
+    shape = scaled(2)
+    assert (shape.groups, shape.shared_tokens, shape.own_tokens, shape.output_tokens) == (6, 704, 150, 8)
+    load = group_prompts(shape, 60, vocab_size=500, seed=1)
+    assert load == group_prompts(shape, 60, vocab_size=500, seed=1)
+    starts = Counter(prompt[: shape.shared_tokens] for prompt in load)
+    assert len(starts) == 6
+    assert min(starts.values()) > 1
+    assert len({prompt[shape.shared_tokens :] for prompt in load}) == 60
+    assert {len(prompt) for prompt in load} == {854}
+
+
+@pytest.mark.full
+def test_real_engines_are_measured_and_simulated_with_their_speeds(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    serve = f"--model {TINY} --max-batched-tokens 128"
+    flags = ("--real-engines", "2", "--real-requests", "12", "--serve-flags", serve)
+    assert main(["cluster", "--requests", "30", "--rates", "0.5", "--json", *flags]) == 0
+    document = json.loads(capsys.readouterr().out)
+    real, simulated = document["results"]["real"], document["results"]["rates"][0]["policies"]
+    assert (real["engines"], real["requests"], real["model"]) == (2, 24, "llama3")
+    names = ["cache-aware", "least-loaded", "round-robin", "random"]
+    assert [each["policy"] for each in real["policies"]] == names
+    assert [each["policy"] for each in simulated] == names
+    for each in real["policies"]:
+        assert each["requests_per_s"] > 0
+        assert 0 < each["ttft_p50"] <= each["ttft_p90"]
+        assert 0 < each["hits_of_ideal"] <= 1
+    speeds = real["speeds"]
+    assert min(speeds[name] for name in ("prefill_tokens_per_s", "l2_bytes_per_s", "tpot_s")) > 0
+    assert (
+        speeds["page_bytes"] == 3 * 64 * 2 * 2 * 16 * 4
+    )  # layers, tokens, K and V, heads, head size, float32
+    capacity = 8 * speeds["prefill_tokens_per_s"]
+    assert document["results"]["ideal_requests_per_s"] < capacity
 
 
 @pytest.mark.parametrize("rates", ["0", "fast", "1,,2", "inf"])
