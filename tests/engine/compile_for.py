@@ -7,15 +7,12 @@ A process of its own, for the compilers read their environment when jax starts.
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,9 +22,9 @@ from jkv.engine.programs import Program, ProgramPlan, programs
 from jkv.kernels.mesh import TP
 from jkv.plan.compiling import build, devices, measured
 from jkv.plan.targets import TARGETS
+from tests.compiler_process import run_module
 from tests.engine.plans import PLANS, over
 
-_ROOT = Path(__file__).parents[2]
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
 
 # The fields of jkv.plan.compiling.Compiled, and how many of each collective and custom call.
@@ -36,17 +33,8 @@ Needs = dict[str, Any]
 
 def compile_for(target: str, plan: str, names: Iterable[str]) -> dict[str, Needs]:
     """Compiles in a process of its own; the programs' needs by name."""
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.engine.compile_for", target, plan, *names],
-        cwd=_ROOT,
-        env=os.environ | TARGETS[target].environment(),
-        capture_output=True,
-        text=True,
-        timeout=1800,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    return {line["program"]: line for line in map(json.loads, run.stdout.splitlines())}
+    output = run_module(["tests.engine.compile_for", target, plan, *names], TARGETS[target].environment())
+    return {line["program"]: line for line in map(json.loads, output.splitlines())}
 
 
 def main(target: str, plan: str, *names: str) -> None:
