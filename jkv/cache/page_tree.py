@@ -192,23 +192,6 @@ class PageTree(Generic[V]):
         """All keys by their last use, to save it: adding them in this order restores it. Sorts them all."""
         return iter([node.key for node in sorted(self._nodes.values(), key=lambda n: n.stamp)])
 
-    def descendants(self, key: bytes) -> list[bytes]:
-        """The pages below a key, which may itself be absent (a root), children before parents.
-
-        Ends at absent pages: what continues them is not known to be below. Takes a step for each page.
-        """
-        top = self._nodes.get(key) or self._absent.get(key)
-        found: list[bytes] = []
-        stack = [top] if top else []
-        while stack:
-            node = stack.pop()
-            found.append(node.key)
-            child = node.child
-            while child is not None:
-                stack.append(child)
-                child = child.next
-        return found[:0:-1]
-
     def check(self) -> None:
         """Raises AssertionError where the bookkeeping contradicts itself. Takes a step for each page."""
         queued = {id(n) for _, n in self._candidates if n.present}
