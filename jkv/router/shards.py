@@ -282,16 +282,6 @@ async def _read_extents(etcd: Etcd, cluster: str, shard: ShardRecord) -> AsyncGe
             await asyncio.sleep(0.1)
 
 
-async def drop_shard(etcd: Etcd, cluster: str, store: records.StoreRef) -> None:
-    """Deletes the record of an owner whose pages were deleted from the store.
-
-    Raises:
-        EtcdError: it cannot be deleted.
-    """
-    key, extents = shards.shard_key(cluster, store), shards.extents_prefix(cluster, store)
-    await etcd.txn([], [Delete(key), Delete(extents)])
-
-
 async def collect_shards(etcd: Etcd, cluster: str, *, after_s: float = COLLECT_AFTER_S) -> list[ShardRecord]:
     """Deletes the records of owners that were not heard of for `after_s`; returns them.
 
