@@ -152,7 +152,7 @@ def tpu_blocks(chip: TpuChip, work: TpuWork, *, batch_invariant: bool) -> TpuBlo
 
     Raises:
         UnsupportedModelError: heads that a pool's rows cannot hold without a copy of the pool.
-        ConfigError: not even the smallest blocks fit into the chip's memories.
+        ConfigError: so with int8's scales, or not even the smallest blocks fit into the chip's memories.
     """
     _check(chip, work)
     prefill = _fitted(chip, work, _prefill_block(chip, work))
@@ -170,6 +170,12 @@ def _check(chip: TpuChip, work: TpuWork) -> None:
         raise UnsupportedModelError(
             f"head_dim {heads.head_dim} with {heads.kv_heads} KV heads: keys and values of a token take "
             f"{heads.width} elements on a TPU; allowed: multiples of {LANES}"
+        )
+    scales = 2 * heads.kv_heads * work.page_size
+    if work.kv_dtype == jnp.int8 and scales % LANES:
+        raise ConfigError(
+            f"--kv-dtype int8, --page-size {work.page_size} with {heads.kv_heads} KV heads: the scales of a "
+            f"page take {scales} elements on a TPU; allowed: multiples of {LANES}, as with larger pages"
         )
     if work.smem_bytes > chip.smem_bytes * _SHARE:
         raise ConfigError(
