@@ -15,14 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from jkv.engine.batches import build_sampling, build_step, empty_batch
+from jkv.engine.batches import SamplingInputs, build_step, empty_batch
 from jkv.engine.host_pages import HostPage, page_from_bytes, page_ready, page_to_bytes
-from jkv.engine.programs import ADMIT, ProgramPlan, gather_name, sample_name, scatter_name, step_name
+from jkv.engine.programs import ADMIT, ProgramPlan, gather_name, sample_name, scatter_name, step_name, weights
 from jkv.engine.request import Logprob, SamplingParams
-from jkv.engine.sampling import SampleBatch, Sampled
+from jkv.engine.sampling import Sampled
 from jkv.engine.scheduler import Chunk
 from jkv.engine.sequence import Sequence
-from jkv.kernels.batch import StepBatch
 from jkv.kernels.mesh import PAGE
 from jkv.models.params import Params
 
@@ -66,8 +65,8 @@ class Runner:
     def __init__(
         self, plan: ProgramPlan, params: Params, compiled: Mapping[str, Callable[..., Any]], seed: int
     ) -> None:
-        self.plan, self._params, self._compiled, self._seed = plan, params, compiled, seed
-        self._head = params.head_only()
+        self.plan, self._compiled, self._sampling = plan, compiled, SamplingInputs(plan, seed)
+        self._weights, self._head = weights(params), weights(params.head_only())
         one = SingleDeviceSharding(jax.local_devices()[0])
         self._device = one if plan.mesh is None else NamedSharding(plan.mesh, PAGE)
         self._host = self._device.with_memory_kind("pinned_host") if plan.pinned_pages else self._device
@@ -90,10 +89,10 @@ class Runner:
         for chunk in chunks:
             self._take_slot(chunk.seq)
         step = build_step(chunks, self.plan)
-        hidden = self._step(step.tokens, step.batch)
+        hidden = self._step(step.tokens, step.packed)
         if not step.sampled:
             return Pending(seqs=(), hidden=hidden, sampled=None)
-        sampled = self._sample(hidden, build_sampling(step.sampled, self.plan, self._seed))
+        sampled = self._sample(hidden, *self._sampling.build(step.sampled))
         sampled.tokens.copy_to_host_async()
         return Pending(seqs=step.sampled, hidden=hidden, sampled=sampled)
 
@@ -165,9 +164,9 @@ class Runner:
         """Runs every program once on nothing: a program's first run is slower by half a second (XLA:CPU)."""
         hidden = None
         for tokens in self.plan.token_buckets:
-            hidden = self._step(tokens, empty_batch(self.plan, tokens))
+            hidden = self._step(tokens, empty_batch(self.plan, tokens)[0])
         for rows in self.plan.sample_buckets:
-            self._sample(hidden, build_sampling((), self.plan, self._seed, rows))
+            self._sample(hidden, *self._sampling.build((), rows))
         self._admit(0, SamplingParams(max_tokens=1), (), ())
         for count in self.plan.page_buckets:
             nothing = [0] * count
@@ -182,14 +181,14 @@ class Runner:
                 yield pages[start : start + size]
                 start += size
 
-    def _step(self, tokens: int, batch: StepBatch[np.ndarray]) -> jax.Array:
+    def _step(self, tokens: int, packed: np.ndarray) -> jax.Array:
         run = self._compiled[step_name(tokens)]
-        hidden, self._pool = run(self._params, self._pool, self._state.last_tokens, batch)
+        hidden, self._pool = run(self._weights, self._pool, self._state.last_tokens, packed)
         return hidden
 
-    def _sample(self, hidden: jax.Array | None, batch: SampleBatch[np.ndarray]) -> Sampled:
-        draw = self._compiled[sample_name(batch.slots.shape[0])]
-        sampled, self._state = draw(self._head, hidden, self._state, batch)
+    def _sample(self, hidden: jax.Array | None, rows: int, packed: np.ndarray) -> Sampled:
+        draw = self._compiled[sample_name(rows)]
+        sampled, self._state = draw(self._head, hidden, self._state, packed)
         return sampled
 
     def _admit(self, slot: int, params: SamplingParams, prompt: Seq[int], generated: Seq[int]) -> None:

@@ -28,7 +28,7 @@ from jkv.engine.request import CachedByTier, EngineRequest, FinishReason, Logpro
 from jkv.models.config import ModelConfig
 from jkv.models.forward import logits
 from jkv.models.hf_config import from_hf
-from jkv.models.params import tensor_names
+from jkv.models.params import Params, tensor_names
 from jkv.models.resolve import Checkpoint
 from jkv.models.safetensors_source import SafetensorsSource
 from tests.models.golden import TINY, config_json
@@ -100,16 +100,18 @@ class Bench:
         kept: list[jax.Array] = []
         sample = self.runner._sample
 
-        def keep(hidden: jax.Array | None, batch: Any) -> Any:
+        def keep(hidden: jax.Array | None, rows: int, packed: np.ndarray) -> Any:
             assert hidden is not None
             kept.append(hidden[:1])
-            return sample(hidden, batch)
+            return sample(hidden, rows, packed)
 
         self.runner._sample = keep
         self.one(dataclasses.replace(request, sampling=SamplingParams(max_tokens=1)))
         self.runner._sample = sample
         (hidden,) = kept
-        return np.asarray(logits(self.runner.plan.config, self.runner._head, hidden, weights_first=False))[0]
+        (head,) = self.runner._head
+        params = Params(embed=head, layers=None, norm=None, head=None)
+        return np.asarray(logits(self.runner.plan.config, params, hidden, weights_first=False))[0]
 
     def matched_tokens(self, request: EngineRequest) -> int:
         """Tokens a hit saves when every full page of the prompt is cached."""

@@ -13,7 +13,7 @@ import pytest
 
 from jkv.engine.batches import build_step
 from jkv.engine.build import use_compilation_cache
-from jkv.engine.programs import ProgramPlan, programs, step_name, table_width
+from jkv.engine.programs import ProgramPlan, programs, step_name, table_width, weights
 from jkv.engine.scheduler import Chunk
 from jkv.engine.sequence import Sequence
 from jkv.kernels.kv_pool import PoolShape
@@ -104,7 +104,8 @@ class Model:
             step = build_step([chunk], self.plan)
             step.batch.sample_rows[:] = np.clip(np.arange(end - start - _ROWS, end - start), 0, None)
             last_tokens = jnp.zeros(_ROWS, jnp.int32)
-            hidden, pool = self.compiled[step_name(step.tokens)](self.params, pool, last_tokens, step.batch)
+            run = self.compiled[step_name(step.tokens)]
+            hidden, pool = run(weights(self.params), pool, last_tokens, step.packed)
         assert hidden is not None
         count = min(len(prompt) - (cuts[-1] if cuts else 0), _ROWS)
         return np.asarray(logits(self.plan.config, self.params, hidden, weights_first=False))[-count:]
