@@ -46,16 +46,16 @@ class Engine:
             await asyncio.sleep(0.01)
         self.cancelled.set()
         print("drained", flush=True)
-    async def generate(self, request):
+    async def generate(self, request, sink):
         self.running += 1
         try:
             for token in request.prompt_ids:
                 if self.cancelled.is_set():
-                    yield TokenOutput(finish_reason=FinishReason.CANCELLED)
+                    sink(TokenOutput(finish_reason=FinishReason.CANCELLED))
                     return
-                yield TokenOutput(token_ids=(token,))
+                sink(TokenOutput(token_ids=(token,)))
                 await asyncio.sleep(pace)
-            yield TokenOutput(finish_reason=FinishReason.LENGTH)
+            sink(TokenOutput(finish_reason=FinishReason.LENGTH))
         finally:
             self.running -= 1
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Collection, Sequence
-from contextlib import aclosing
 
 from jkv.api import jkv_pb2 as pb
 from jkv.api.status import GenerationError
@@ -59,7 +58,8 @@ class SequenceStream:
             is_end_token = ended_by_token and position == len(output.token_ids) - 1
             if self._detokenizer is not None and not is_end_token:
                 emit, stopped = self._stops.push(self._detokenizer.push(token))
-                chunk.text += emit
+                if emit:
+                    chunk.text += emit
                 if stopped:
                     self._finish(FinishReason.STOP)
                     return
@@ -168,13 +168,14 @@ async def merge(
 async def _pump(
     generator: Generator, request: EngineRequest, stream: SequenceStream, news: asyncio.Event
 ) -> None:
+    def sink(output: TokenOutput) -> bool:
+        stream.push(output)
+        news.set()
+        return stream.finish_reason is not None
+
     try:
-        async with aclosing(generator.generate(request)) as outputs:
-            async for output in outputs:
-                stream.push(output)
-                news.set()
-                if stream.finish_reason is not None:
-                    return
-        raise GenerationError(f"the engine ended {request.request_id} without a finish reason")
+        await generator.generate(request, sink)
+        if stream.finish_reason is None:
+            raise GenerationError(f"the engine ended {request.request_id} without a finish reason")
     finally:
         news.set()

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections.abc import AsyncGenerator
 
 from jkv.engine.cache_admin import CacheAdmin
 from jkv.engine.cache_control import EngineCache
 from jkv.engine.loop import EngineLoop
+from jkv.engine.outbox import Reader
 from jkv.engine.replica import EngineReplica
-from jkv.engine.request import EngineInfo, EngineRequest, TokenOutput
+from jkv.engine.request import EngineInfo, EngineRequest, Sink, TokenOutput
 from jkv.engine.stats import EngineStats
 from jkv.errors import InvalidRequestError
 
-_log = logging.getLogger(__name__)
 _POLL_S = 0.05
 
 
@@ -47,25 +45,27 @@ class Engine:
         """Starts the engine's thread."""
         self._loop.start()
 
-    async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenOutput, None]:
+    async def generate(self, request: EngineRequest, sink: Sink) -> None:
         """See `Generator.generate`."""
         self._check(request)
         loop = asyncio.get_running_loop()
-        outputs: asyncio.Queue[TokenOutput] = asyncio.Queue()
-
-        def sink(output: TokenOutput) -> None:
-            try:
-                loop.call_soon_threadsafe(outputs.put_nowait, output)
-            except RuntimeError:
-                _log.debug("request %s has no event loop any more", request.request_id)
-
-        ticket = self._loop.submit(request, sink)
+        done: asyncio.Future[None] = loop.create_future()
         finished = False
+
+        def take(output: TokenOutput) -> None:
+            nonlocal finished
+            finished = output.finish_reason is not None
+            if done.done():
+                return  # nobody wants what was on its way
+            try:
+                if sink(output) or finished:
+                    done.set_result(None)
+            except Exception as error:
+                done.set_exception(error)
+
+        ticket = self._loop.submit(request, Reader(loop=loop, take=take))
         try:
-            while not finished:
-                output = await outputs.get()
-                finished = output.finish_reason is not None
-                yield output
+            await done
         finally:
             if not finished:
                 self._loop.abort(ticket)

@@ -15,8 +15,9 @@ from functools import partial
 from typing import TypeVar
 
 from jkv.cache.keys import request_root
+from jkv.engine.outbox import Outbox, Reader
 from jkv.engine.report import ActivityReport, describe_l1
-from jkv.engine.request import EngineRequest, FinishReason, Logprob, TokenOutput
+from jkv.engine.request import CachedByTier, EngineRequest, FinishReason, Logprob, TokenOutput
 from jkv.engine.runner import Pending, Runner
 from jkv.engine.scheduler import Chunk, Scheduler
 from jkv.engine.sequence import Sequence
@@ -29,7 +30,6 @@ _CHECK_EVERY_S = 30.0
 _RETRY_S = (0.05, 60.0)
 
 Inbox = queue.SimpleQueue[Callable[[], None]]
-Sink = Callable[[TokenOutput], None]
 
 
 # For what L3 has under way when its time is up, and for the order of its pages.
@@ -42,13 +42,15 @@ R = TypeVar("R")
 
 @dataclass(eq=False)
 class Ticket:
-    """A submitted request. `sink` is called by the engine's thread, in order, the last time with a finish
-    reason.
+    """A submitted request. Its reader gets its outputs in order, the last one with a finish reason.
+
+    `cached` is known from its first token on.
     """
 
     request: EngineRequest
-    sink: Sink
+    reader: Reader
     seq: Sequence | None = field(default=None)
+    cached: CachedByTier = field(default_factory=CachedByTier)
 
 
 class EngineLoop:
@@ -75,6 +77,7 @@ class EngineLoop:
         self.after_turn: Callable[[], None] = lambda: None
         self._eos, self._max_queue, self._write_out_s = eos, max_queue, write_out_s
         self._tickets: dict[Sequence, Ticket] = {}
+        self._outbox = Outbox()
         self._arrivals = itertools.count()
         self._lock = threading.Lock()  # guards _alive, _open and _finish_interval
         self._alive = 0
@@ -97,14 +100,14 @@ class EngineLoop:
     def stats(self) -> EngineStats:
         return self._stats
 
-    def submit(self, request: EngineRequest, sink: Sink) -> Ticket:
+    def submit(self, request: EngineRequest, reader: Reader) -> Ticket:
         """Queues a request.
 
         Raises:
             OverloadedError: as many wait as may.
             ShuttingDownError: after `close`.
         """
-        ticket = Ticket(request, sink)
+        ticket = Ticket(request, reader)
         with self._lock:
             if not self._open:
                 raise ShuttingDownError("the engine is shutting down")
@@ -180,6 +183,7 @@ class EngineLoop:
             self._take_inbox(block=False)  # requests that came just before are answered as well
             for seq in list(self._tickets):
                 self._close_ticket(seq, FinishReason.ERROR, None, "the engine failed")
+            self._outbox.send()
 
     def _serve(self) -> None:
         pending: Pending | None = None
@@ -200,6 +204,7 @@ class EngineLoop:
                 pending = None
         for seq in list(self._tickets):
             self._end(seq, FinishReason.CANCELLED, error="the server shut down")
+        self._outbox.send()
         self._write_out()
 
     def _turn(self, pending: Pending | None) -> Pending | None:
@@ -216,6 +221,7 @@ class EngineLoop:
         self._stalled = not chunks and pending is None and not moved
         self._note_step(chunks)
         self._snapshot()
+        self._outbox.send()
         self.after_turn()
         if line := self._report.observe(self._stats, time.monotonic()):
             _log.info(line)
@@ -236,10 +242,12 @@ class EngineLoop:
     def _commit(self, seq: Sequence, token: int, logprob: Logprob | None) -> None:
         if seq.finish_reason is not None:
             return  # it ended while this step was on its way
+        ticket = self._tickets[seq]
         first = len(seq.tokens) == seq.prompt_len + len(seq.request.resumed)
         if first:
             self._totals["prompt_tokens"] += seq.prompt_len
             self._totals["cached_tokens"] += seq.cached_tokens
+            ticket.cached = seq.cached_by_tier
         self._totals["generated_tokens"] += 1
         self.scheduler.commit(seq, token)
         reason = self._finish_reason(seq, token)
@@ -247,10 +255,10 @@ class EngineLoop:
             token_ids=(token,),
             logprobs=() if logprob is None else (logprob,),
             finish_reason=reason,
-            cached=seq.cached_by_tier,
+            cached=ticket.cached,
         )
         if reason is None:
-            self._tickets[seq].sink(output)
+            self._outbox.put(ticket.reader, output)
         else:
             self._end(seq, reason, output)
 
@@ -277,7 +285,9 @@ class EngineLoop:
             self._alive -= 1
             self._finish_interval += 0.2 * (now - self._last_finish - self._finish_interval)
         self._last_finish = now
-        ticket.sink(output or TokenOutput(finish_reason=reason, cached=seq.cached_by_tier, error=error))
+        if output is None:
+            output = TokenOutput(finish_reason=reason, cached=seq.cached_by_tier, error=error)
+        self._outbox.put(ticket.reader, output)
 
     def _fail_all(self) -> None:
         for seq in self.scheduler.abandon():
@@ -286,6 +296,7 @@ class EngineLoop:
         self._runner.reset()
         self.transfers.failed()
         self._snapshot()
+        self._outbox.send()
 
     def _expire(self) -> None:
         now = time.monotonic()

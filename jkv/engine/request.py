@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
@@ -131,18 +131,24 @@ class EngineInfo:
         return self.l1_pages * self.page_size
 
 
+# Takes an output; True ends the request.
+Sink = Callable[[TokenOutput], bool]
+
+
 class Generator(Protocol):
     """What the APIs talk to: a local engine, or later the router's choice of a remote one."""
 
     @property
     def info(self) -> EngineInfo: ...
 
-    def generate(self, request: EngineRequest) -> AsyncGenerator[TokenOutput, None]:
-        """Stream a request's tokens; closing the generator cancels it and frees its pages at the next step.
+    async def generate(self, request: EngineRequest, sink: Sink) -> None:
+        """Run a request and give `sink` its outputs in order, on the caller's event loop; return after the
+        last one. Cancelling the call, or `sink`, cancels the request and frees its pages at the next step.
 
         Raises:
             InvalidRequestError: it can never fit L1 or `max_model_len`.
             OverloadedError: the queue is full.
             ShuttingDownError: the engine drains.
+            Exception: what `sink` raised.
         """
         ...

@@ -12,7 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from jkv.cache.control import CacheStats, Prefix, TierStats
 from jkv.cache.pages import Tier
 from jkv.cache.replica import Digest, ReplicaDescription, ReplicaEvent, TierDigest
-from jkv.engine.request import CachedByTier, EngineInfo, EngineRequest, FinishReason, TokenOutput
+from jkv.engine.request import CachedByTier, EngineInfo, EngineRequest, FinishReason, Sink, TokenOutput
 from jkv.text.parts import TokenizerParts
 from jkv.text.tokenizer import Tokenizer
 
@@ -78,7 +78,7 @@ class ScriptedGenerator:
         self.closed: list[str] = []
         self.any_closed = asyncio.Event()
 
-    async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenOutput, None]:
+    async def generate(self, request: EngineRequest, sink: Sink) -> None:
         self.requests.append(request)
         try:
             if self.failure is not None:
@@ -86,7 +86,8 @@ class ScriptedGenerator:
             for position, output in enumerate(self.script(request)):
                 if position == self.hold:
                     await self.release.wait()
-                yield output
+                if sink(output):
+                    return
                 await asyncio.sleep(0)
         finally:
             self.closed.append(request.request_id)

@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -93,7 +93,24 @@ class Bench:
         return outcome
 
     async def collect(self, request: EngineRequest) -> Outcome:
-        return put_together([output async for output in self.engine.generate(request)])
+        return put_together([output async for output in self.stream(request)])
+
+    async def stream(self, request: EngineRequest) -> AsyncGenerator[TokenOutput, None]:
+        """The outputs as they come; closing it cancels the request."""
+        outputs: asyncio.Queue[TokenOutput | None] = asyncio.Queue()
+
+        def sink(output: TokenOutput) -> bool:
+            outputs.put_nowait(output)
+            return False
+
+        running = asyncio.create_task(self.engine.generate(request, sink))
+        running.add_done_callback(lambda _: outputs.put_nowait(None))
+        try:
+            while (output := await outputs.get()) is not None:
+                yield output
+            await running
+        finally:
+            running.cancel()
 
     def first_logits(self, request: EngineRequest) -> np.ndarray:
         """Runs a request for one token and returns the logits it was drawn from, `[vocab]`."""

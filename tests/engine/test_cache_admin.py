@@ -53,7 +53,7 @@ def play(
         got: list[list[int]] = [[] for _ in STREAMS]
 
         async def read(number: int) -> None:
-            async for output in bench.engine.generate(STREAMS[number]):
+            async for output in bench.stream(STREAMS[number]):
                 got[number] += output.token_ids
 
         tasks = [asyncio.create_task(read(i)) for i in range(len(STREAMS))]
@@ -238,7 +238,7 @@ def test_a_stream_runs_on_while_writes_are_drained(bench: Bench) -> None:
 
         async def read() -> None:
             nonlocal tokens
-            async for _ in bench.engine.generate(STREAMS[0]):
+            async for _ in bench.stream(STREAMS[0]):
                 tokens += 1
 
         stream = asyncio.create_task(read())

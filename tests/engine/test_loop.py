@@ -144,9 +144,15 @@ def test_a_client_that_goes_away_frees_its_pages_and_slot(tiny: Tiny) -> None:
 def test_a_closed_event_loop_harms_nobody(tiny: Tiny) -> None:
     bench = tiny()
     loop = asyncio.new_event_loop()
-    stream = aiter(bench.engine.generate(request(random_prompt(1, 10), 50)))
-    first = loop.run_until_complete(anext(stream))
-    assert len(first.token_ids) == 1
+
+    async def leave_at_first_output() -> None:
+        came = asyncio.Event()
+        generating = bench.engine.generate(request(random_prompt(1, 10), 50), lambda _: bool(came.set()))
+        left = asyncio.create_task(generating)
+        await came.wait()
+        assert not left.cancelled()
+
+    loop.run_until_complete(leave_at_first_output())
     loop.close()
     wait_for(lambda: bench.loop.alive == 0)
     assert len(bench.one(request(random_prompt(2, 10), 5)).tokens) == 5

@@ -58,7 +58,7 @@ async def play(bench: Bench, plan: Plan) -> list[TokenOutput]:
     outputs: list[TokenOutput] = []
 
     async def read() -> None:
-        stream = bench.engine.generate(plan.request)
+        stream = bench.stream(plan.request)
         async with contextlib.aclosing(stream):
             async for output in stream:
                 outputs.append(output)
