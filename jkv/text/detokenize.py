@@ -36,6 +36,10 @@ class Detokenizer:
 
     def push(self, token_id: int) -> str:
         """Add a token; returns the text that is certain now."""
+        if self._has_text and not self._pending:
+            text = self._tokenizer.text_inside(token_id, skip_special_tokens=self._skip)
+            if not text.endswith(REPLACEMENT):
+                return text  # most tokens: nothing is held back, before or after
         if not self._tokenizer.has_text(token_id, skip_special_tokens=self._skip):
             return ""
         self._pending.append(token_id)

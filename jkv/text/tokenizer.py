@@ -36,6 +36,7 @@ class Tokenizer:
         added = parts.backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.anchor_id = self._find_anchor()
+        self._inside: dict[tuple[int, bool], str] = {}
 
     @classmethod
     def load(cls, path: Path) -> Tokenizer:
@@ -88,6 +89,15 @@ class Tokenizer:
         if skip_special_tokens and token_id in self.special_ids:
             return False
         return self._backend.id_to_token(token_id) is not None
+
+    def text_inside(self, token_id: int, *, skip_special_tokens: bool) -> str:
+        """What a token by itself adds to a text that has begun; decoded once and then looked up."""
+        key = (token_id, skip_special_tokens)
+        text = self._inside.get(key)
+        if text is None:
+            text = self.decode([self.anchor_id, token_id], skip_special_tokens=skip_special_tokens)[1:]
+            self._inside[key] = text
+        return text
 
     @cached_property
     def marks_per_character(self) -> int:
