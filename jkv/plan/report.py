@@ -72,7 +72,7 @@ def _memory(plan: Plan) -> Iterator[Row]:
         "programs' code": budget.code,
         "reserve": budget.reserve,
         "L1": memory.l1,
-        "all that jax takes": memory.total,
+        "in all": memory.total,
     }
     return ((name, f"{size / GIB:.3f}") for name, size in parts.items())
 
