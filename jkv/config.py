@@ -12,6 +12,7 @@ from jkv.cache_config import GIB, PAGE_SIZES, CacheConfig, parse_gib
 from jkv.cluster_config import ClusterConfig, parse_addresses
 from jkv.errors import ConfigError
 from jkv.flags import flag
+from jkv.processes_config import ProcessesConfig
 from jkv.server_config import ServerConfig
 
 __all__ = ["GIB", "PAGE_SIZES", "ServeConfig", "parse_config", "parse_gib"]
@@ -99,7 +100,7 @@ class _SchedulingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeConfig(ServerConfig, ClusterConfig, _SchedulingConfig, CacheConfig, _ModelConfig):
+class ServeConfig(ServerConfig, ClusterConfig, _SchedulingConfig, CacheConfig, ProcessesConfig, _ModelConfig):
     """Everything `python -m jkv.serve` can be told. Of its bases the last one's flags come first in the help.
 
     Raises:
@@ -125,6 +126,7 @@ class ServeConfig(ServerConfig, ClusterConfig, _SchedulingConfig, CacheConfig, _
         self.check_cache()
         self.check_cluster()
         self.check_server()
+        self.check_processes(self.tp)
         self._check_advertise()
         if self.max_mixed_tokens > self.max_batched_tokens:
             raise ConfigError(

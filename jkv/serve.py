@@ -77,8 +77,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = parse_config(argv)
         _set_up_logging(config)
         _prepare_memory()
-        from jkv.engine.build import build_engine  # imports jax, which reads the environment once
+        from jkv.engine.build import build_engine, follow  # imports jax, which reads the environment once
 
+        if config.process_id:
+            follow(config, log.info)
+            return 0
         asyncio.run(serve(config, build_engine))
     except JkvError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, cast, get_args
@@ -21,6 +22,17 @@ from jkv.config import GIB, ServeConfig
 from jkv.engine.engine import Engine
 from jkv.engine.loop import EngineLoop, Inbox
 from jkv.engine.planning import compute_dtype, kv_dtype, max_model_len, numerics, plan_for, with_pages
+from jkv.engine.processes import (
+    RESET,
+    STOP,
+    Follower,
+    Leader,
+    host_inputs,
+    join,
+    least,
+    shared_devices,
+    unpack,
+)
 from jkv.engine.programs import Platform, Program, ProgramPlan, programs
 from jkv.engine.replica import EngineReplica
 from jkv.engine.request import EngineInfo
@@ -30,7 +42,7 @@ from jkv.engine.sizing import plan_l1
 from jkv.engine.tiers import build_lower
 from jkv.errors import ConfigError
 from jkv.kernels.xla_attention import BATCH_INVARIANT_CPU_OPTIONS
-from jkv.models.params import load_params
+from jkv.models.params import Params, load_params
 from jkv.models.resolve import Checkpoint, cached_orbax, open_checkpoint, resolve_model
 from jkv.paths import cache_dir
 from jkv.text.chat import ChatTemplate
@@ -59,6 +71,7 @@ def build_engine(config: ServeConfig, progress: Progress) -> BuiltEngine:
         UnsupportedModelError: a checkpoint that jkv does not implement.
     """
     use_compilation_cache()
+    join(config)
     files = cached_orbax(resolve_model(config.model))
     checkpoint = open_checkpoint(files)
     tokenizer = Tokenizer.load(files.tokenizer) if files.tokenizer is not None else None
@@ -75,23 +88,10 @@ def build_from_checkpoint(
 ) -> Engine:
     """The engine alone, for a checkpoint that is already open."""
     model, platform = checkpoint.config, _platform()
-    plan = plan_for(config, model, platform, jax.local_devices())
-    started = time.monotonic()
-    params = load_params(
-        model,
-        checkpoint.source,
-        plan.dtype,
-        stacked=not plan.unroll_layers,
-        workers=config.load_workers,
-        mesh=plan.mesh,
-        progress=lambda done: progress(f"loading weights {done:.0%}"),
-    )
-    progress(f"loaded weights in {time.monotonic() - started:.1f} s")
-    plan = with_pages(plan, plan_l1(config, plan))
-    l1_gib = plan.pool.pages * plan.pool.device_page_bytes / GIB
-    where = "" if config.tp == 1 else f" on each of {config.tp} devices"
-    progress(f"L1 has {plan.pool.pages} pages of {config.page_size} tokens, {l1_gib:.2f} GiB{where}")
-    compiled = compile_programs(plan, progress)
+    plan, params, compiled = _load(config, checkpoint, progress)
+    tell = Leader(config).tell if config.num_processes > 1 else None
+    runner = Runner(plan, params, compiled, config.seed, tell)
+    runner.warm_up()
     identity = ModelIdentity(
         weights_fingerprint=checkpoint.source.fingerprint(),
         model_config=json.dumps(dataclasses.asdict(model), sort_keys=True),
@@ -101,8 +101,6 @@ def build_from_checkpoint(
         page_layout="head,layer,token,2*dim",
         numerics=numerics(config),
     )
-    runner = Runner(plan, params, compiled, config.seed)
-    runner.warm_up()
     pages = StoreIdentity(
         model_root=identity.root(),
         kv_dtype=kv_dtype(config, platform),
@@ -124,6 +122,57 @@ def build_from_checkpoint(
     engine = Engine(info, loop, replica)
     engine.start()
     return engine
+
+
+def follow(config: ServeConfig, progress: Progress) -> None:
+    """What a process other than the first does: the same programs on its own devices, until the first ends,
+    whatever signals come: that one may have requests to finish.
+
+    Raises:
+        ConfigError: a flag that does not fit the model or the machine.
+        UnsupportedModelError: a checkpoint that jkv does not implement.
+        EngineFailedError: the first process is gone.
+    """
+    use_compilation_cache()
+    join(config)
+    plan, params, compiled = _load(
+        config, open_checkpoint(cached_orbax(resolve_model(config.model))), progress
+    )
+    follower, inputs = Follower(config), {p.name: host_inputs(p) for p in programs(plan)}
+    runner = Runner(plan, params, compiled, config.seed)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    while True:
+        name, data = follower.next()
+        if name == STOP:
+            return
+        if name == RESET:
+            runner.reset()
+        else:
+            runner.replay(name, unpack(data, inputs[name]))
+
+
+def _load(
+    config: ServeConfig, checkpoint: Checkpoint, progress: Progress
+) -> tuple[ProgramPlan, Params, Mapping[str, Callable[..., Any]]]:
+    """A model's weights and programs, and the plan that they are for."""
+    plan = plan_for(config, checkpoint.config, _platform(), shared_devices(config))
+    started = time.monotonic()
+    params = load_params(
+        checkpoint.config,
+        checkpoint.source,
+        plan.dtype,
+        stacked=not plan.unroll_layers,
+        workers=config.load_workers,
+        mesh=plan.mesh,
+        progress=lambda done: progress(f"loading weights {done:.0%}"),
+    )
+    progress(f"loaded weights in {time.monotonic() - started:.1f} s")
+    plan = with_pages(plan, least(plan_l1(config, plan), config))
+    l1_gib = plan.pool.pages * plan.pool.device_page_bytes / GIB
+    where = "" if config.tp == 1 else f" on each of {config.tp} devices"
+    progress(f"L1 has {plan.pool.pages} pages of {config.page_size} tokens, {l1_gib:.2f} GiB{where}")
+    return plan, params, compile_programs(plan, progress)
 
 
 def _build_loop(

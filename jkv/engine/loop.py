@@ -206,6 +206,7 @@ class EngineLoop:
             self._end(seq, FinishReason.CANCELLED, error="the server shut down")
         self._outbox.send()
         self._write_out()
+        self._runner.close()
 
     def _turn(self, pending: Pending | None) -> Pending | None:
         """Dispatches the next step, then reads the one before it while the device works."""

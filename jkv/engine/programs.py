@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jkv.engine.packing import packed_size, unpack
@@ -22,7 +22,7 @@ from jkv.kernels.gpu_blocks import GpuBlocks, GpuChip, gpu_blocks
 from jkv.kernels.kv_pool import KvArrays, PoolShape
 from jkv.kernels.mesh import PAGE, WHOLE, DeviceMesh, placed, pool_partition, shardings, split, tp_of, whole
 from jkv.kernels.page_transfer import gather_pages, scatter_pages
-from jkv.kernels.split_transfer import gather_split_pages, scatter_split_pages
+from jkv.kernels.split_transfer import gather_split_pages, scatter_split_pages, sent_pages
 from jkv.kernels.tpu_blocks import TpuBlocks, TpuChip, TpuWork, tpu_blocks
 from jkv.kernels.xla_attention import BATCH_INVARIANT_BLOCKS, AttentionBlocks
 from jkv.models.config import ModelConfig
@@ -100,6 +100,11 @@ class ProgramPlan:
     def sharding(self, partition: PartitionSpec, memory_kind: str | None = None) -> NamedSharding | None:
         """Of a program's output; None where there is one device."""
         return None if self.mesh is None else NamedSharding(self.mesh, partition, memory_kind=memory_kind)
+
+    @property
+    def across_processes(self) -> bool:
+        """Whether the devices belong to several processes: process 0 then has pages as a whole."""
+        return isinstance(self.mesh, Mesh) and len({d.process_index for d in self.mesh.devices.flat}) > 1
 
     @property
     def unroll_layers(self) -> bool:
@@ -300,6 +305,8 @@ def _gather_program(plan: ProgramPlan, count: int) -> Program:
             copies = gather_pages(pool, numbers, pages=shape.pages, kv_heads=shape.kv_heads)
         else:
             copies = gather_split_pages(pool, numbers, shape=shape, mesh=mesh)
+        if plan.across_processes:
+            copies = jax.tree.map(lambda x: whole(x, mesh), copies)
         return jax.device_put(copies, jax.memory.Space.Host) if plan.pinned_pages else copies
 
     numbers = placed(jax.ShapeDtypeStruct((count,), jnp.int32), mesh)
@@ -308,7 +315,9 @@ def _gather_program(plan: ProgramPlan, count: int) -> Program:
         fn=fn,
         args=(plan.abstract_pool(), numbers),
         donated=(),
-        out_shardings=plan.sharding(PAGE, "pinned_host" if plan.pinned_pages else None),
+        out_shardings=plan.sharding(
+            WHOLE if plan.across_processes else PAGE, "pinned_host" if plan.pinned_pages else None
+        ),
     )
 
 
@@ -317,12 +326,13 @@ def _scatter_program(plan: ProgramPlan, count: int) -> Program:
     if mesh is None:
         fn = partial(scatter_pages, pages=shape.pages, kv_heads=shape.kv_heads)
     else:
-        fn = partial(scatter_split_pages, shape=shape, mesh=mesh)
+        fn = partial(scatter_split_pages, shape=shape, mesh=mesh, sent=plan.across_processes)
     numbers = placed(jax.ShapeDtypeStruct((count,), jnp.int32), mesh)
+    page = sent_pages(shape) if plan.across_processes else shape.abstract_page()
     return Program(
         name=scatter_name(count),
         fn=fn,
-        args=(pool, numbers, *[placed(shape.abstract_page(), mesh, PAGE)] * count),
+        args=(pool, numbers, *[placed(page, mesh, PAGE)] * count),
         donated=(0,),
         out_shardings=None if mesh is None else shardings(pool),
     )

@@ -13,16 +13,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from jkv.engine.batches import SamplingInputs, build_step, empty_batch
 from jkv.engine.host_pages import HostPage, page_from_bytes, page_ready, page_to_bytes
+from jkv.engine.page_places import PagePlaces
+from jkv.engine.processes import RESET, STOP
 from jkv.engine.programs import ADMIT, ProgramPlan, gather_name, sample_name, scatter_name, step_name, weights
 from jkv.engine.request import Logprob, SamplingParams
 from jkv.engine.sampling import Sampled
 from jkv.engine.scheduler import Chunk
 from jkv.engine.sequence import Sequence
-from jkv.kernels.mesh import PAGE
 from jkv.models.params import Params
 
 
@@ -60,20 +60,27 @@ class Pending:
 
 
 class Runner:
-    """Holds the parameters, the donated KV pool and the donated sampler state."""
+    """Holds the parameters, the donated KV pool and the donated sampler state. `tell` has other processes do
+    the same, where there are any (see jkv.engine.processes).
+    """
 
     def __init__(
-        self, plan: ProgramPlan, params: Params, compiled: Mapping[str, Callable[..., Any]], seed: int
+        self,
+        plan: ProgramPlan,
+        params: Params,
+        compiled: Mapping[str, Callable[..., Any]],
+        seed: int,
+        tell: Callable[..., None] | None = None,
     ) -> None:
         self.plan, self._compiled, self._sampling = plan, compiled, SamplingInputs(plan, seed)
         self._weights, self._head = weights(params), weights(params.head_only())
-        one = SingleDeviceSharding(jax.local_devices()[0])
-        self._device = one if plan.mesh is None else NamedSharding(plan.mesh, PAGE)
-        self._host = self._device.with_memory_kind("pinned_host") if plan.pinned_pages else self._device
+        self._places, self._tell = PagePlaces(plan), tell or _nobody
+        self._replayed: jax.Array | None = None  # hidden states of the last step that was replayed
         self._allocate()
 
     def reset(self) -> None:
         """Fresh, empty device buffers, as after a step that failed. Pages saved before stay as they are."""
+        self._tell(RESET)
         for buffer in jax.tree.leaves((self._pool, self._state)):
             buffer.delete()  # there is hardly room for the old and the new ones
         self._allocate()
@@ -114,21 +121,21 @@ class Runner:
         """
         copies: list[HostPage] = []
         for batch in self._batches(pages):
-            copies += self._compiled[gather_name(len(batch))](self._pool, np.asarray(batch, np.int32))
+            copies += self._gather(np.asarray(batch, np.int32))
         return copies
 
     def stage(self, host_pages: Seq[HostPage]) -> list[HostPage]:
         """Starts copying pages to the device, beside whatever runs there; does nothing on CPU. `restore`
         takes the result, and holds up the steps after it for as long as it is not `ready`.
         """
-        return jax.device_put(list(host_pages), self._device)
+        return self._places.staged(host_pages)
 
     def restore(self, pages: Seq[int], host_pages: Seq[HostPage]) -> None:
         """Puts saved pages into pages of L1, in this order between the steps dispatched before and after."""
         staged = iter(self.stage(host_pages))
         for batch in self._batches(pages):
-            write = self._compiled[scatter_name(len(batch))]
-            self._pool = write(self._pool, np.asarray(batch, np.int32), *itertools.islice(staged, len(batch)))
+            arguments = self._places.arguments(list(itertools.islice(staged, len(batch))))
+            self._scatter(np.asarray(batch, np.int32), arguments)
 
     def ready(self, page: HostPage) -> bool:
         """Whether the page has arrived, so that nobody waits for it."""
@@ -158,7 +165,25 @@ class Runner:
         Raises:
             ValueError: `data` is not of one page's size.
         """
-        return jax.device_put(page_from_bytes(data, self.plan.pool), self._host)
+        return self._places.on_host(page_from_bytes(data, self.plan.pool))
+
+    def replay(self, name: str, inputs: tuple[Any, ...]) -> None:
+        """Does what another process's runner told."""
+        kind, _, size = name.partition("/")
+        if kind == "step":
+            self._replayed = self._step(int(size), *inputs)
+        elif kind == "sample":
+            self._sample(self._replayed, int(size), *inputs)
+        elif kind == "gather":
+            self._gather(inputs[0])
+        elif kind == "scatter":
+            self._scatter(inputs[0], self._places.no_arguments(int(size)))
+        else:
+            self._set_slot(*inputs)
+
+    def close(self) -> None:
+        """Ends the other processes."""
+        self._tell(STOP)
 
     def warm_up(self) -> None:
         """Runs every program once on nothing: a program's first run is slower by half a second (XLA:CPU)."""
@@ -183,11 +208,13 @@ class Runner:
 
     def _step(self, tokens: int, packed: np.ndarray) -> jax.Array:
         run = self._compiled[step_name(tokens)]
+        self._tell(step_name(tokens), packed)
         hidden, self._pool = run(self._weights, self._pool, self._state.last_tokens, packed)
         return hidden
 
     def _sample(self, hidden: jax.Array | None, rows: int, packed: np.ndarray) -> Sampled:
         draw = self._compiled[sample_name(rows)]
+        self._tell(sample_name(rows), packed)
         sampled, self._state = draw(self._head, hidden, self._state, packed)
         return sampled
 
@@ -198,7 +225,21 @@ class Runner:
         in_prompt[list(prompt)] = True
         bias = np.zeros(vocab, np.float32)
         bias[list(params.logit_bias)] = list(params.logit_bias.values())
-        self._state = self._compiled[ADMIT](self._state, np.int32(slot), counts, in_prompt, bias)
+        self._set_slot(np.int32(slot), counts, in_prompt, bias)
+
+    def _set_slot(self, *history: Any) -> None:
+        self._tell(ADMIT, *history)
+        self._state = self._compiled[ADMIT](self._state, *history)
+
+    def _gather(self, numbers: np.ndarray) -> list[HostPage]:
+        name = gather_name(len(numbers))
+        self._tell(name, numbers)
+        return self._places.kept(self._compiled[name](self._pool, numbers))
+
+    def _scatter(self, numbers: np.ndarray, pages: Seq[HostPage]) -> None:
+        name = scatter_name(len(numbers))
+        self._tell(name, numbers)
+        self._pool = self._compiled[name](self._pool, numbers, *pages)
 
     def _take_slot(self, seq: Sequence) -> None:
         """Writes a sequence's history and bias into the slot it newly got; others' leftovers matter only if
@@ -213,6 +254,10 @@ class Runner:
             return
         self._biased[seq.slot] = bool(params.logit_bias)
         self._admit(seq.slot, params, seq.request.prompt_ids, seq.tokens[seq.prompt_len :])
+
+
+def _nobody(name: str, *inputs: Any) -> None:
+    """Where there is no other process to tell."""
 
 
 def _zeros(x: jax.ShapeDtypeStruct) -> jax.Array:

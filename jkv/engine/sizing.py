@@ -13,6 +13,7 @@ from jkv.engine.l1_size import Memory, ProgramBytes, divide, l1_pages
 from jkv.engine.programs import Program, ProgramPlan, gather_name, programs, sample_name, step_name
 from jkv.engine.sampling import SamplerState
 from jkv.errors import ConfigError
+from jkv.kernels.mesh import own_devices
 
 _CPU_L1_BYTES = GIB
 
@@ -26,7 +27,9 @@ def plan_l1(config: ServeConfig, plan: ProgramPlan) -> int:
     if config.l2_bytes:
         check_host_memory(config.l2_bytes, f"--l2-gib {config.l2_gib:g}")
     on_cpu = jax.default_backend() == "cpu"
-    memory = _shared(host_memory(config), config.tp) if on_cpu else device_memory(plan)
+    memory = (
+        _shared(host_memory(config), config.tp // config.num_processes) if on_cpu else device_memory(plan)
+    )
     return l1_pages(config, plan.pool.device_page_bytes, memory)
 
 
@@ -43,7 +46,7 @@ def device_memory(plan: ProgramPlan) -> Memory:
     """Each accelerator's memory less weights, sampler state, pages on their way in and what the plan's
     programs need: all L1's.
     """
-    devices = plan.mesh.devices.flat if isinstance(plan.mesh, Mesh) else jax.local_devices()[:1]
+    devices = own_devices(plan.mesh) if isinstance(plan.mesh, Mesh) else jax.local_devices()[:1]
     free = min(_free(device) for device in devices)
     every = list(programs(plan))
     largest = [program_bytes(p) for p in every if p.name in largest_programs(plan)]

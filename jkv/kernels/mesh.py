@@ -29,6 +29,12 @@ def tp_of(mesh: DeviceMesh | None) -> int:
     return 1 if mesh is None else mesh.shape[TP]
 
 
+def own_devices(mesh: DeviceMesh) -> list[Any]:
+    """Those that belong to this process."""
+    assert isinstance(mesh, Mesh)
+    return [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+
+
 def pool_partition(pool: KvArrays[Any]) -> KvArrays[Any]:
     """The partitions of a pool's arrays: heads lie along the last axis."""
     return jax.tree.map(lambda x: P(*[None] * (x.ndim - 1), TP), pool)

@@ -34,19 +34,40 @@ def scatter_split_pages(
     *copies: KvArrays[jax.Array],
     shape: PoolShape,
     mesh: DeviceMesh,
+    sent: bool = False,
 ) -> KvArrays[jax.Array]:
-    """As `scatter_pages`, for copies that `gather_split_pages` made."""
+    """As `scatter_pages`, for copies that `gather_split_pages` made; with `sent`, of which the first device
+    has all and the others get their parts from it (see `sent_pages`).
+    """
 
     def local(
         pool: KvArrays[jax.Array], numbers: jax.Array, copies: tuple[KvArrays[jax.Array], ...]
     ) -> KvArrays[jax.Array]:
-        pages = jax.tree.map(lambda x: _all_layers(x, shape), copies)
+        parts = jax.tree.map(_from_first, copies) if sent else copies
+        pages = jax.tree.map(lambda x: _all_layers(x, shape), parts)
         return scatter_pages(pool, numbers, *pages, pages=shape.pages, kv_heads=shape.device_heads)
 
     specs = pool_partition(pool)
     return jax.shard_map(local, mesh=mesh, in_specs=(specs, WHOLE, PAGE), out_specs=specs, check_vma=False)(
         pool, numbers, copies
     )
+
+
+def sent_pages(shape: PoolShape) -> KvArrays[jax.ShapeDtypeStruct]:
+    """A page and room for as many as there are other devices, which send nothing: the first axis is the
+    devices' again.
+    """
+
+    def for_each(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((shape.tp * x.shape[0], *x.shape[1:]), x.dtype)
+
+    return jax.tree.map(for_each, shape.abstract_page())
+
+
+def _from_first(page: jax.Array) -> jax.Array:
+    """Each device's part of the first one's page. Exchanged and not summed: sums would change bits."""
+    parts = lax.all_to_all(page, TP, 0, 0, tiled=True)
+    return parts[: page.shape[0] // lax.axis_size(TP)]
 
 
 def _own_layers(page: jax.Array, shape: PoolShape) -> jax.Array:

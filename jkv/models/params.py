@@ -18,7 +18,7 @@ from jkv.errors import UnsupportedModelError
 from jkv.kernels.mesh import DeviceMesh, shardings, tp_of
 from jkv.models.config import ModelConfig
 from jkv.models.decoder import DecoderLayer
-from jkv.models.sharding import tensor_sharding, widened, widened_tensor
+from jkv.models.sharding import place, tensor_sharding, widened, widened_tensor
 from jkv.models.source import TensorSource
 
 _EMBED, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -109,12 +109,12 @@ def load_params(
 
     def read_placed(name: str) -> jax.Array:
         array = read(name)
-        return jax.device_put(array, tensor_sharding(name, array.shape, mesh))
+        return place(array, tensor_sharding(name, array.shape, mesh))
 
     # Stacked leaves are assembled on the host first: the device never holds a layer twice.
-    place = read if stacked else read_placed
+    get = read if stacked else read_placed
     with ThreadPoolExecutor(max_workers=workers) as pool:
-        arrays = dict(zip(names, pool.map(place, names), strict=True))
+        arrays = dict(zip(names, pool.map(get, names), strict=True))
     _, layer = layer_definition(config, dtype)
     layers = [
         jax.tree.map_with_path(lambda path, _, i=i: arrays[_tensor_name(i, path)], layer)
@@ -126,8 +126,10 @@ def load_params(
         norm=arrays[_NORM],
         head=None if config.tie_embeddings else arrays[_HEAD],
     )
-    places = None if mesh is None else shardings(abstract_params(config, dtype, stacked=stacked, mesh=mesh))
-    return jax.block_until_ready(jax.device_put(params, places))
+    if mesh is None:
+        return jax.block_until_ready(jax.device_put(params))
+    places = shardings(abstract_params(config, dtype, stacked=stacked, mesh=mesh))
+    return jax.block_until_ready(jax.tree.map(place, params, places) if stacked else params)
 
 
 def tensor_names(config: ModelConfig, dtype: DTypeLike) -> dict[str, tuple[int, ...]]:

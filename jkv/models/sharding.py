@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -100,6 +101,15 @@ def tensor_sharding(
         return None
     spec = partition(name, shape, tp_of(mesh))
     return NamedSharding(mesh, P(None, *spec) if stacked else spec)
+
+
+def place(array: np.ndarray, sharding: Any) -> jax.Array:
+    """Puts a host's array where it belongs, each device's part of it only. Every process of several has it
+    and does so on its own: jax.device_put would have them compare it.
+    """
+    if sharding is None:
+        return jax.device_put(array)
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
 def _shares_heads(tp: int, config: ModelConfig) -> bool:

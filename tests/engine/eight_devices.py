@@ -101,7 +101,7 @@ def test_smollm2_on_three_devices_gives_the_golden_tokens(tmp_path: Path) -> Non
     files = cached_orbax(resolve_model("smollm2-135m-instruct", progress=False))
     for tp in (3, 1):
         flags = {**ALL_TIERS, "l2_gib": 1, "l3_gib": 1, "l3_dir": str(tmp_path), "tp": tp}
-        bench = build(open_checkpoint(files), page_size=64, l1_tokens=L1_TOKENS, **flags)
+        bench = build(open_checkpoint(files), page_size=64, l1_tokens=8192, **flags)
         for case in smol_cases().values():
             r = request(case.prompt_ids, len(case.greedy_ids))
             if tp == 1:
