@@ -15,6 +15,7 @@ from jkv.bench.__main__ import _BENCHMARKS
 from jkv.cache.l3.reasons import Reason
 from jkv.client.args import CachePrefix, Connection, Pin, Request, Sampling
 from jkv.config import ServeConfig
+from jkv.plan.options import PlanOptions
 from jkv.router.config import RouterConfig
 
 _ROOT = Path(__file__).parent.parent
@@ -33,8 +34,6 @@ _OTHER_FLAGS = {
     "--data-dir",
     "--port",
     "--auto-compaction-retention",
-    # --xla_force_host_platform_device_count, of XLA_FLAGS.
-    "--xla",
     # vLLM's, in the comparison.
     "--tensor-parallel-size",
     "--enable-prompt-tokens-details",
@@ -70,7 +69,7 @@ def test_the_cluster_page_lists_the_flags_of_the_router_as_help_does() -> None:
 
 
 def test_every_flag_that_the_pages_name_exists() -> None:
-    options = [benchmark.options for benchmark in _BENCHMARKS.values()]
+    options = [PlanOptions, *(benchmark.options for benchmark in _BENCHMARKS.values())]
     known = set(_OTHER_FLAGS)
     for cls in (ServeConfig, RouterConfig, Connection, Request, Sampling, CachePrefix, Pin, *options):
         known |= {name for action in _actions(cls) for name in action.option_strings}
