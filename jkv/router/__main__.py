@@ -16,7 +16,6 @@ from jkv.router.config import RouterConfig, parse_config
 from jkv.router.etcd import Etcd, etcd_options
 from jkv.router.membership import Members, StaticMembers
 from jkv.router.server import Router
-from jkv.router.shard_counts import ShardCounts
 
 log = logging.getLogger("jkv.router")
 
@@ -64,7 +63,7 @@ def _router(config: RouterConfig, stack: contextlib.AsyncExitStack) -> Router:
         return Router(config, StaticMembers(config.engine_addresses))
     etcd = Etcd(options)
     stack.push_async_callback(etcd.close)
-    return Router(config, Members(etcd, config.cluster), ShardCounts(etcd, config.cluster))
+    return Router(config, Members(etcd, config.cluster), etcd)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import logging
 from jkv.api.listening import Listener
 from jkv.router.config import RouterConfig
 from jkv.router.engines import Engine, settle
+from jkv.router.etcd import Etcd
 from jkv.router.fleet import Fleet
 from jkv.router.membership import MemberChange, Membership
 from jkv.router.metrics import RouterMetrics
@@ -16,6 +17,7 @@ from jkv.router.proxy import Proxy
 from jkv.router.router_servicer import RouterServicer
 from jkv.router.selftest import self_test
 from jkv.router.shard_counts import ShardCounts
+from jkv.router.shared_l3 import SharedL3
 from jkv.router.texts import Texts
 from jkv.router.tokens import TokenCache
 from jkv.router.view import View
@@ -29,11 +31,9 @@ _TOKEN_CACHE_BYTES = 32 * 2**20
 class Router:
     """Listens from `start()` on; health is SERVING while it has an engine, until `close()`."""
 
-    def __init__(
-        self, config: RouterConfig, membership: Membership, shards: ShardCounts | None = None
-    ) -> None:
-        """`shards` are those in etcd, where there is one."""
-        self._membership, self._shards = membership, shards
+    def __init__(self, config: RouterConfig, membership: Membership, etcd: Etcd | None = None) -> None:
+        """`etcd` is where the membership comes from, and None where that is a fixed set."""
+        self._membership = membership
         self._view = View(config.policy)
         self._fleet = Fleet(
             silence=config.suspect_after,
@@ -41,12 +41,17 @@ class Router:
             forget=self._view.forget,
             self_test=self._self_test,
         )
+        self._shards, self._shared_l3 = None, None
+        if etcd is not None:
+            self._shards = ShardCounts(etcd, config.cluster)
+            self._shared_l3 = SharedL3(self._fleet, membership, self._view, etcd, config.cluster)
+            self._view.shared_l3 = self._shared_l3.readable
         tokens = TokenCache(_TOKEN_CACHE_BYTES)
         texts = Texts(self._fleet, tokens)
         self._proxy = Proxy(self._fleet, self._view, texts, config.max_in_flight)
         self._listener = Listener()
         self._listener.add("Generation", self._proxy)
-        router = RouterServicer(config, self._fleet, self._view, texts, membership, shards)
+        router = RouterServicer(config, self._fleet, self._view, texts, membership, self._shards)
         self._listener.add("Router", router)
         self.metrics = RouterMetrics(self._fleet, self._view, self._proxy, tokens, membership)
         self._tasks: list[asyncio.Task[None]] = []
@@ -56,8 +61,7 @@ class Router:
         bound = await self._listener.start(host, port)
         self._membership.subscribe(self._members_changed)
         works = [self._membership.run(), self._fleet.watch_silence(), self._tick()]
-        if self._shards is not None:
-            works.append(self._shards.run())
+        works += [part.run() for part in (self._shards, self._shared_l3) if part is not None]
         self._tasks = [asyncio.create_task(work) for work in works]
         return bound
 

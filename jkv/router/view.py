@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jkv.api import jkv_pb2 as pb
 from jkv.cache.keys import page_keys, request_root
@@ -21,6 +21,8 @@ class View:
 
     def __init__(self, policy_name: str) -> None:
         self._routing = Routing(policy(policy_name))
+        # Other holders whose L3 pages an engine can read too.
+        self.shared_l3: Callable[[Engine], tuple[str, ...]] = lambda engine: ()
         self._index = self._routing.index
 
     @property
@@ -33,10 +35,18 @@ class View:
 
     def pages_of(self, engine: Engine) -> HolderPages:
         """The part of the index that its follower writes."""
-        return self._index.holder(engine.holder)
+        return self.holder(engine.holder)
 
     def forget(self, engine: Engine) -> None:
-        self._index.drop(engine.holder)
+        self.drop(engine.holder)
+
+    def holder(self, name: str) -> HolderPages:
+        """See `GlobalIndex.holder`."""
+        return self._index.holder(name)
+
+    def drop(self, name: str) -> None:
+        """See `GlobalIndex.drop`."""
+        self._index.drop(name)
 
     def tidy(self) -> None:
         """Give back a little of what forgotten pages take."""
@@ -62,7 +72,7 @@ class View:
 
     def choose(self, engines: Sequence[Engine], token_ids: Sequence[int], cache_salt: str | None) -> Sent:
         """Choose one, and count the request as sent to it until `finished`."""
-        targets, prompt = _targets(engines), _prompt(engines[0], token_ids, cache_salt)
+        targets, prompt = self._targets(engines), _prompt(engines[0], token_ids, cache_salt)
         choice = self._routing.consider(targets, prompt)
         in_flight = self._routing.send(targets[choice.chosen], choice, prompt)
         return Sent(
@@ -84,7 +94,7 @@ class View:
     ) -> pb.ExplainResponse:
         """What `choose` would do now, and why; the best engine first. Changes nothing."""
         prompt = _prompt(engines[0], token_ids, cache_salt)
-        choice = self._routing.consider(_targets(engines), prompt)
+        choice = self._routing.consider(self._targets(engines), prompt)
         scores = [_score(engine, one) for engine, one in zip(engines, choice.scores, strict=True)]
         return pb.ExplainResponse(
             prompt_tokens=len(token_ids),
@@ -93,12 +103,16 @@ class View:
             why=choice.why,
         )
 
-
-def _targets(engines: Sequence[Engine]) -> list[Target]:
-    return [
-        Target(name=engine.holder, loads=engine.loads, page_bytes=_describe(engine).page_bytes)
-        for engine in engines
-    ]
+    def _targets(self, engines: Sequence[Engine]) -> list[Target]:
+        return [
+            Target(
+                name=engine.holder,
+                loads=engine.loads,
+                page_bytes=_describe(engine).page_bytes,
+                shared_l3=self.shared_l3(engine),
+            )
+            for engine in engines
+        ]
 
 
 def _prompt(engine: Engine, token_ids: Sequence[int], cache_salt: str | None) -> Prompt:

@@ -19,7 +19,6 @@ from jkv.router.membership import Members
 from jkv.router.records import EngineRecord, StoreRef
 from jkv.router.registration import Registration
 from jkv.router.server import Router
-from jkv.router.shard_counts import ShardCounts
 from jkv.router.shards import ShardLog
 from tests.router.doubles import Double, doubles
 from tests.router.engine_records import engine
@@ -52,7 +51,7 @@ async def _client(server: EtcdServer) -> AsyncGenerator[Etcd, None]:
 async def _routing(server: EtcdServer, cluster: str) -> AsyncGenerator[Rig, None]:
     config = RouterConfig(etcd=server.address, cluster=cluster)
     async with _client(server) as etcd:
-        router = Router(config, Members(etcd, cluster), ShardCounts(etcd, cluster))
+        router = Router(config, Members(etcd, cluster), etcd)
         rig = Rig(router, f"127.0.0.1:{await router.start('127.0.0.1', 0)}")
         try:
             yield rig
@@ -165,3 +164,55 @@ def test_engines_that_do_not_fit_and_shards_show_in_the_status(
             await settle(task)
 
     asyncio.run(run())
+
+
+def test_what_an_engine_that_is_away_wrote_counts_for_those_that_see_its_store(
+    shared_etcd: EtcdServer, cluster: str, tmp_path: Path
+) -> None:
+    """In a router that starts, from the record in etcd; in one that knew it, from what it told."""
+
+    async def run() -> None:
+        async with doubles("one", "two", "three") as engines, _client(shared_etcd) as etcd:
+            stores = [
+                StoreRef(url=tmp_path.as_uri(), token=token, owner=f"owner{number}")
+                for number, token in enumerate(("shared", "shared", "other"))
+            ]
+            records = [
+                dataclasses.replace(_record(double), store=store)
+                for double, store in zip(engines, stores, strict=True)
+            ]
+            registrations = [Registration(etcd, cluster, record) for record in records]
+            for registration in registrations:
+                await registration.join()
+            one = engines[0]
+            for double in engines:
+                double.description.tiers.append("l3")
+                double.pages["l3"] = set()
+            log = ShardLog(etcd, cluster, records[0])
+            log.add(one.keys(PROMPT))
+            await log.flush()
+            one.publish(one.change("l3", one.keys(PROMPT)))
+            async with _routing(shared_etcd, cluster) as knew:
+                await until(lambda: _passed(knew) == ["one", "three", "two"])
+                assert await _l3(knew) == {"one": 40, "two": 0, "three": 0}
+                await one.kill()
+                await until(lambda: "one" not in _numbers(knew))
+                assert await _l3(knew) == {"two": 40, "three": 0}
+                async with _routing(shared_etcd, cluster) as started:
+                    await until(lambda: _passed(started) == ["three", "two"])
+                    await until(lambda: started.router._view.pages >= 5)
+                    assert await _l3(started) == {"two": 40, "three": 0}
+                    await one.restart()
+                    for rig in (knew, started):
+                        await until(lambda rig=rig: "one" in _numbers(rig))
+                        # Its own word is that it holds nothing.
+                        assert await _l3(rig) == {"one": 0, "two": 0, "three": 0}
+
+    asyncio.run(run())
+
+
+async def _l3(rig: Rig) -> dict[str, int]:
+    """How many of the prompt's tokens each engine could load from L3."""
+    prefix = pb.Prefix(token_ids=pb.TokenIds(ids=PROMPT))
+    answer = await rig.service.Explain(pb.ExplainRequest(prefix=prefix))
+    return {one.id: one.matched.l3 for one in answer.engines}
