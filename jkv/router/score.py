@@ -35,7 +35,7 @@ _IN_ANY_CASE = 2
 _MOST_BUSY = 0.9
 # Speeds closer than this to the median are the median: so much do measurements of equal machines differ;
 # a few percent would otherwise send every request to the same one.
-_ALIKE = 1.5
+_ALIKE = 2.0
 
 
 class Candidate(NamedTuple):
