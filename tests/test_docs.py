@@ -34,6 +34,8 @@ _OTHER_FLAGS = {
     "--data-dir",
     "--port",
     "--auto-compaction-retention",
+    # --xla_force_host_platform_device_count, of XLA_FLAGS.
+    "--xla",
     # vLLM's, in the comparison.
     "--tensor-parallel-size",
     "--enable-prompt-tokens-details",
