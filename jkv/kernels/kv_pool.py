@@ -189,6 +189,7 @@ def write_kv(
         rows,
         batch.write_offsets,
         cuda=scatter_quantized,
+        tpu=write_quantized_runs,
         default=_write_quantized,
     )
 
@@ -254,3 +255,47 @@ def scatter_quantized(
         values=values.at[rows, offsets].set(new_values.reshape(tokens, width), mode="drop"),
         scales=scales.at[rows[:, None], columns].set(new_scales, mode="drop"),
     )
+
+
+def write_quantized_runs(
+    values: jax.Array,
+    scales: jax.Array,
+    pool_rows: jax.Array,
+    kept: jax.Array,
+    kv: jax.Array,
+    offsets: jax.Array,
+) -> KvArrays[jax.Array]:
+    """As `_write_quantized`, page by page: tokens that follow each other in one are merged into a copy of it.
+    On TPUs a loop's turn costs more than to move a page.
+    """
+    tokens, heads = kv.shape[0], 2 * kv.shape[1]
+    _, page_size, width = values.shape
+    new_values, new_scales = quantize(kv.reshape(tokens, heads, -1))
+    # Whatever a run's offset, a page's worth of tokens can be sliced so that the run lies where it is to go.
+    around = ((page_size, page_size), (0, 0))
+    new_values = jnp.pad(new_values.reshape(tokens, width), around)
+    new_scales = jnp.pad(new_scales, around)
+    joins = (pool_rows[1:] == pool_rows[:-1]) & (offsets[1:] == offsets[:-1] + 1) & kept[1:] & kept[:-1]
+    (firsts,) = jnp.nonzero(kept.at[1:].set(kept[1:] & ~joins), size=tokens)
+    (lasts,) = jnp.nonzero(kept.at[:-1].set(kept[:-1] & ~joins), size=tokens)
+
+    def write(i: jax.Array, pool: KvArrays[jax.Array]) -> KvArrays[jax.Array]:
+        assert pool.scales is not None
+        row, offset = pool_rows[firsts[i]], offsets[firsts[i]]
+        start, place = firsts[i] - offset + page_size, jnp.arange(page_size)
+        new = (place >= offset) & (place <= offset + lasts[i] - firsts[i])
+        page = lax.dynamic_slice(pool.values, (row, 0, 0), (1, page_size, width))
+        rows = lax.dynamic_slice(new_values, (start, 0), (page_size, width))
+        page_scales = lax.dynamic_slice(pool.scales, (row, 0), (1, heads * page_size))
+        scale_rows = lax.dynamic_slice(new_scales, (start, 0), (page_size, heads)).T.reshape(1, -1)
+        return KvArrays(
+            values=lax.dynamic_update_slice(
+                pool.values, jnp.where(new[None, :, None], rows[None], page), (row, 0, 0)
+            ),
+            scales=lax.dynamic_update_slice(
+                pool.scales, jnp.where(jnp.tile(new, heads)[None], scale_rows, page_scales), (row, 0)
+            ),
+        )
+
+    runs = kept.sum() - joins.sum()
+    return lax.fori_loop(0, runs, write, KvArrays(values=values, scales=scales))

@@ -18,6 +18,7 @@ from jkv.kernels.kv_pool import (
     stored_dtype,
     to_stored,
     write_kv,
+    write_quantized_runs,
 )
 
 _LAYERS, _PAGES, _PAGE_SIZE, _HEADS, _DIM = 3, 4, 8, 2, 16
@@ -31,8 +32,9 @@ on_one_and_on_many_tokens = pytest.mark.parametrize(
         [(None, 5)],
         [(None, 0), (1, 7), (3, 0), (0, 3), (None, 7), (1, 6)],
         [(None, 0), (None, 1)],
+        [(1, 3), (1, 4), (1, 5), (None, 6), (1, 7), (2, 0), (2, 1), (0, 7), (0, 6), (3, 2), (2, 3)],
     ],
-    ids=["one", "one masked", "some masked", "all masked"],
+    ids=["one", "one masked", "some masked", "all masked", "runs"],
 )
 in_every_layer = pytest.mark.parametrize("layer", range(_LAYERS))
 
@@ -90,10 +92,11 @@ def test_int8_is_written_with_its_scales_and_read_back(
     pages, offsets = jnp.asarray(batch.write_pages), jnp.asarray(batch.write_offsets)
     kv = jnp.stack([keys, values], axis=2)
     assert before.scales is not None
-    at_once = scatter_quantized(
-        before.values, before.scales, layer * _PAGES + pages, pages < _PAGES, kv, offsets
-    )
-    assert np.array(load_kv(at_once, every_row)).tobytes() == want.tobytes()
+    for write in (scatter_quantized, write_quantized_runs):
+        written = jax.jit(write)(
+            before.values, before.scales, layer * _PAGES + pages, pages < _PAGES, kv, offsets
+        )
+        assert np.array(load_kv(written, every_row)).tobytes() == want.tobytes(), write
 
 
 def test_int8_is_off_by_half_a_step_at_most_and_keeps_zeros_and_signs() -> None:
