@@ -76,7 +76,7 @@ def plan_of(
     platform: Platform = "cpu",
     device_kind: str = "TPU v6 lite",
 ) -> ProgramPlan:
-    """The plan that `jkv.engine.build` makes for a platform; `device_kind` is a TPU's."""
+    """The plan that `jkv.engine.build` makes for a platform; `device_kind` is a TPU's, a GPU is an H100."""
     serve = ServeConfig(
         dtype=dtype,
         kv_dtype=kv_dtype or "auto",
@@ -85,7 +85,15 @@ def plan_of(
         max_batched_tokens=max_batched_tokens,
         max_mixed_tokens=max_batched_tokens,
     )
-    return with_pages(plan_for(serve, config, platform, [SimpleNamespace(device_kind=device_kind)]), pages)
+    device = SimpleNamespace(
+        device_kind=device_kind, core_count=132, shared_memory_per_block_optin=227 * 1024
+    )
+    return with_pages(plan_for(serve, config, platform, [device]), pages)
+
+
+def with_layers(config: ModelConfig, layers: int) -> ModelConfig:
+    """The same layer, fewer times."""
+    return dataclasses.replace(config, num_layers=layers, windows=config.windows[:layers])
 
 
 def over(plan: ProgramPlan, mesh: Mesh | AbstractMesh) -> ProgramPlan:
@@ -93,8 +101,8 @@ def over(plan: ProgramPlan, mesh: Mesh | AbstractMesh) -> ProgramPlan:
     return dataclasses.replace(plan, mesh=mesh, pool=dataclasses.replace(plan.pool, tp=mesh.size))
 
 
-# Of plans for a v5e; the others are for a v6e.
-V5E = " on v5e"
+# Of plans for a v5e and for an H100; the others are for a v6e.
+V5E, H100 = " on v5e", " on h100"
 # Devices that need not be there.
 FOUR = AbstractMesh((4,), (TP,))
 # Of real depth, for under scan layers cost no time to compile.
@@ -109,4 +117,20 @@ PLANS = {
         plan_of(LLAMA3_8B, dtype="bfloat16", pages=1024, platform="tpu", device_kind="TPU v5 lite"), FOUR
     ),
     "qwen3-1.7b-tp4": over(plan_of(QWEN3_1_7B, dtype="bfloat16", pages=1024, platform="tpu"), FOUR),
+    "smollm2" + H100: plan_of(SMOLLM2, dtype="bfloat16", pages=1024, platform="gpu"),
+    "smollm2-int8-kv" + H100: plan_of(SMOLLM2, dtype="bfloat16", kv_dtype="int8", pages=1024, platform="gpu"),
+    "llama3-8b" + H100: plan_of(LLAMA3_8B, dtype="bfloat16", pages=1024, platform="gpu"),
+    "llama3-8b-tp4" + H100: over(plan_of(LLAMA3_8B, dtype="bfloat16", pages=1024, platform="gpu"), FOUR),
+    "qwen3-1.7b" + H100: plan_of(QWEN3_1_7B, dtype="bfloat16", pages=1024, platform="gpu"),
+    # On GPUs layers are unrolled, and each costs time to compile. Llama 3's and Qwen3's pools have more than
+    # 2^31 elements.
+    "smollm2-int8-kv, 2 layers" + H100: plan_of(
+        with_layers(SMOLLM2, 2), dtype="bfloat16", kv_dtype="int8", pages=4096, platform="gpu"
+    ),
+    "llama3-8b, 2 layers" + H100: plan_of(
+        with_layers(LLAMA3_8B, 2), dtype="bfloat16", pages=8448, platform="gpu"
+    ),
+    "qwen3-1.7b, 2 layers" + H100: plan_of(
+        with_layers(QWEN3_1_7B, 2), dtype="bfloat16", pages=8448, platform="gpu"
+    ),
 }

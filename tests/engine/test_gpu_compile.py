@@ -1,0 +1,133 @@
+"""The engine's programs on a GPU: compiled for it where XLA's compiler is at hand, else only lowered."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import jax
+import pytest
+
+from jkv.engine.programs import gather_name, programs, scatter_name
+from jkv.plan.targets import find_cuda
+from tests.engine.compile_for import COLLECTIVES, Needs, compile_for
+from tests.engine.plans import H100, PLANS
+
+_MIB = 2**20
+_LLAMA, _QWEN, _INT8 = (f"{name}, 2 layers{H100}" for name in ("llama3-8b", "qwen3-1.7b", "smollm2-int8-kv"))
+
+
+def in_full_runs(*names: str, programs: tuple[str, ...]) -> list[Any]:
+    return [pytest.param(n + H100, p, marks=pytest.mark.full) for n in names for p in programs]
+
+
+STEPS = [
+    (_LLAMA, "step/1"),
+    (_LLAMA, "step/64"),
+    (_LLAMA, "step/512"),
+    (_QWEN, "step/16"),
+    (_INT8, "step/16"),
+    *in_full_runs("llama3-8b", programs=tuple(f"step/{2**i}" for i in range(10))),
+    *in_full_runs(
+        "qwen3-1.7b",
+        "smollm2",
+        "smollm2-int8-kv",
+        "llama3-8b-tp4",
+        programs=("step/1", "step/16", "step/512"),
+    ),
+]
+SAMPLING = [
+    (_LLAMA, "admit"),
+    (_LLAMA, "sample/16"),
+    *in_full_runs("qwen3-1.7b", "llama3-8b-tp4", programs=("sample/1", "sample/16")),
+]
+TRANSFERS = [
+    (_LLAMA, 16),
+    (_INT8, 4),
+    *(
+        pytest.param(plan + H100, count, marks=pytest.mark.full)
+        for plan in ("llama3-8b", "smollm2", "smollm2-int8-kv", "llama3-8b-tp4")
+        for count in (1, 16)
+    ),
+]
+
+Compile = Callable[[str, str], Needs | None]
+
+
+@pytest.mark.parametrize(("plan", "program"), STEPS)
+def test_a_step_writes_the_pool_in_place_and_makes_no_copy_of_it(
+    needs: Compile, plan: str, program: str
+) -> None:
+    pool = PLANS[plan].pool
+    found = needs(plan, program)
+    if found is not None:
+        size = pool.pages * pool.device_page_bytes
+        assert found["aliased"] == size
+        assert found["temporaries"] < min(64 * _MIB, size // 16)
+        assert "__gpu$xla.gpu.triton" in found["custom_calls"]
+
+
+@pytest.mark.parametrize(("plan", "program"), SAMPLING)
+def test_sampling_keeps_its_state_in_place(needs: Compile, plan: str, program: str) -> None:
+    state = 16 * PLANS[plan].config.vocab_size * (4 + 1 + 4)
+    found = needs(plan, program)
+    if found is not None:
+        assert state <= found["aliased"] < 1.01 * state
+        assert found["temporaries"] < 64 * _MIB
+
+
+@pytest.mark.parametrize(("plan", "count"), TRANSFERS)
+def test_pages_are_gathered_into_host_memory(needs: Compile, plan: str, count: int) -> None:
+    pool = PLANS[plan].pool
+    moved = count * pool.page_bytes // pool.tp
+    found = needs(plan, gather_name(count))
+    if found is not None:
+        assert moved <= found["host_outputs"] < 1.01 * moved
+        assert found["outputs"] < 2**16  # the table of outputs
+        assert found["temporaries"] < 2 * moved
+
+
+@pytest.mark.parametrize(("plan", "count"), TRANSFERS)
+def test_pages_are_scattered_into_the_pool_in_place(needs: Compile, plan: str, count: int) -> None:
+    pool = PLANS[plan].pool
+    found = needs(plan, scatter_name(count))
+    if found is not None:
+        assert found["aliased"] == pool.pages * pool.device_page_bytes
+        assert found["temporaries"] < 4 * _MIB
+
+
+@pytest.mark.parametrize(("plan", "program"), [case for case in STEPS if "-tp4" in str(case)])
+def test_devices_that_share_a_model_only_sum_over_each_other(needs: Compile, plan: str, program: str) -> None:
+    """The embedding's rows, and two products of every layer."""
+    found = needs(plan, program)
+    if found is not None:
+        sums = 1 + 2 * PLANS[plan].config.num_layers
+        assert {name: found[name] for name in COLLECTIVES if found[name]} == {"all-reduce": sums}
+
+
+@pytest.fixture(scope="module")
+def needs(request: pytest.FixtureRequest) -> Compile:
+    """What a program needs: alias and temporary bytes. None where it could only be lowered."""
+    if find_cuda() is None:
+        warnings.warn("no compiler for GPUs: programs are lowered for them, not compiled", stacklevel=1)
+        return _check_lowered
+    selected = [i.callspec.params for i in request.session.items if i.path == request.path]  # type: ignore[attr-defined]
+
+    @cache
+    def compiled(plan: str) -> dict[str, Needs]:
+        mine = [p for p in selected if p["plan"] == plan]
+        names = {p["program"] for p in mine if "program" in p}
+        counts = {p["count"] for p in mine if "count" in p}
+        target = "h100:4" if "-tp4" in plan else "h100:1"
+        return compile_for(target, plan, names | {f(n) for f in (gather_name, scatter_name) for n in counts})
+
+    return lambda plan, program: compiled(plan)[program]
+
+
+def _check_lowered(plan: str, name: str) -> None:
+    program = next(p for p in programs(PLANS[plan]) if p.name == name)
+    text = program.jitted().trace(*program.args).lower(lowering_platforms=("cuda",)).as_text()
+    donated = jax.tree.leaves([program.args[i] for i in program.donated])
+    assert text.count("tf.aliasing_output") == len(donated)
