@@ -89,7 +89,7 @@ def build_from_checkpoint(
     """The engine alone, for a checkpoint that is already open."""
     model, platform = checkpoint.config, _platform()
     plan, params, compiled = _load(config, checkpoint, progress)
-    tell = Leader(config).tell if config.num_processes > 1 else None
+    tell = Leader.of(config).tell if config.num_processes > 1 else None
     runner = Runner(plan, params, compiled, config.seed, tell)
     runner.warm_up()
     identity = ModelIdentity(
@@ -138,7 +138,7 @@ def follow(config: ServeConfig, progress: Progress) -> None:
     plan, params, compiled = _load(
         config, open_checkpoint(cached_orbax(resolve_model(config.model))), progress
     )
-    follower, inputs = Follower(config), {p.name: host_inputs(p) for p in programs(plan)}
+    follower, inputs = Follower.of(config), {p.name: host_inputs(p) for p in programs(plan)}
     runner = Runner(plan, params, compiled, config.seed)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)

@@ -71,20 +71,22 @@ def host_inputs(program: Program) -> tuple[Any, ...]:
 
 
 class Leader:
-    """Process 0's end: what it sends, every other process runs.
+    """Process 0's end: what it sends, every other process runs."""
 
-    It listens where the coordinator does, on a port that jax's own service tells the others; as that service,
-    it belongs in a network that is trusted.
-    """
+    def __init__(self, followers: Sequence[socket.socket]) -> None:
+        self._followers = followers
+        for follower in followers:
+            follower.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def __init__(self, config: ServeConfig) -> None:
-        host = (config.coordinator or "").rpartition(":")[0]
-        with socket.create_server((host, 0)) as server:
+    @staticmethod
+    def of(config: ServeConfig) -> Leader:
+        """Awaits the others where the coordinator listens, on a port that jax's own service tells them. As
+        that service, it belongs in a network that is trusted.
+        """
+        with socket.create_server((_host(config), 0)) as server:
             server.settimeout(_JOIN_S)
             multihost_utils.broadcast_one_to_all(np.int32(server.getsockname()[1]))
-            self._followers = [server.accept()[0] for _ in range(config.num_processes - 1)]
-        for follower in self._followers:
-            follower.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return Leader([server.accept()[0] for _ in range(config.num_processes - 1)])
 
     def tell(self, name: str, *inputs: Any) -> None:
         """Has the others run a program, or STOP or RESET.
@@ -101,10 +103,16 @@ class Leader:
 class Follower:
     """Another process's end."""
 
-    def __init__(self, config: ServeConfig) -> None:
-        host = (config.coordinator or "").rpartition(":")[0]
+    def __init__(self, leader: socket.socket) -> None:
+        self._stream = leader.makefile("rb")
+
+    @staticmethod
+    def of(config: ServeConfig) -> Follower:
+        """Connects to process 0."""
         port = int(multihost_utils.broadcast_one_to_all(np.int32(0)))
-        self._stream = socket.create_connection((host, port), timeout=_JOIN_S).makefile("rb")
+        leader = socket.create_connection((_host(config), port), timeout=_JOIN_S)
+        leader.settimeout(None)  # there may be no request for hours
+        return Follower(leader)
 
     def next(self) -> tuple[str, bytes]:
         """What process 0 runs next, and its inputs' bytes; waits for it.
@@ -120,6 +128,11 @@ class Follower:
         if len(data) < count:
             raise EngineFailedError("process 0 has ended without saying so")
         return data
+
+
+def _host(config: ServeConfig) -> str:
+    assert config.coordinator is not None
+    return config.coordinator.rpartition(":")[0]
 
 
 def unpack(data: bytes, inputs: Any) -> Any:
