@@ -13,10 +13,10 @@ from typing import Protocol
 
 from jkv.cache.speed import Speed
 
-# An engine's prefill speed is believed once so many reports have changed it, and until it has not changed for
-# so long. A low one, measured beside a neighbour's start, would otherwise keep requests away for good, and so
-# never be measured again.
-_MEASUREMENTS = 10
+# An engine's prefill speed is believed once so many reports have changed it, as their average, and until none
+# has for so long. Single ones differ a lot between equal engines, and one that is thought slow gets no
+# requests that could show the contrary.
+_MEASUREMENTS = 100
 _BELIEVED_S = 30.0
 # Over how long it is averaged whether an engine has prompts to compute.
 _BUSY_OVER_S = 60.0
@@ -79,6 +79,7 @@ class EngineLoads:
         self._coming: Counter[int] = Counter()  # pages that prompts under way will leave in L1
         self._slots = Speed()
         self._measurements, self._measured_at = 0, float("-inf")
+        self._prefill = 0.0  # tokens a second, averaged over the last measurements
         self._busy = 0.0  # at the last report
 
     @property
@@ -96,9 +97,10 @@ class EngineLoads:
         return self.report.prefill_tokens + sum(request.prefill_tokens for request in self._unreported)
 
     @property
-    def measured(self) -> bool:
-        """Whether its prefill speed is more than an accident, or news of long ago."""
-        return self._measurements >= _MEASUREMENTS and self._clock() - self._measured_at <= _BELIEVED_S
+    def prefill_tokens_per_s(self) -> float:
+        """Its measured speed, 0 where that may be an accident, or is news of long ago."""
+        believed = self._measurements >= _MEASUREMENTS and self._clock() - self._measured_at <= _BELIEVED_S
+        return self._prefill if believed else 0.0
 
     @property
     def busy(self) -> float:
@@ -114,15 +116,19 @@ class EngineLoads:
     def take(self, report: LoadReport) -> None:
         """A new report of the engine."""
         self._busy = self.busy
-        if not report.prefill_tokens_per_s:
-            self._measurements = 0  # another process
-        elif report.prefill_tokens_per_s != self.report.prefill_tokens_per_s:
-            self._measurements += 1
-            self._measured_at = self._clock()
+        self._measure(report.prefill_tokens_per_s)
         self.report, self._reported_at = report, self._clock()
         counted = [r for r in self._unreported if r.sent_at + _UNDER_WAY_S <= self._reported_at]
         for request in counted:
             del self._unreported[request]
+
+    def _measure(self, tokens_per_s: float) -> None:
+        if not tokens_per_s:
+            self._measurements = 0  # another process
+        elif tokens_per_s != self.report.prefill_tokens_per_s:
+            self._measurements += 1
+            self._measured_at = self._clock()
+            self._prefill += (tokens_per_s - self._prefill) / min(self._measurements, _MEASUREMENTS)
 
     def send(self, pages: Sequence[int], prefill_tokens: int) -> InFlight:
         """A request goes to this engine now."""

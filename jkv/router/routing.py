@@ -66,7 +66,7 @@ def _candidate(target: Target, match: Match, pages: Sequence[int]) -> Candidate:
         chosen_at=loads.chosen_at,
         match=match,
         coming_pages=loads.coming_pages(pages),
-        measured=loads.measured,
+        prefill_tokens_per_s=loads.prefill_tokens_per_s,
         busy=loads.busy,
         page_bytes=target.page_bytes,
     )

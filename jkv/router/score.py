@@ -42,8 +42,9 @@ class Candidate(NamedTuple):
     """An engine that may get a request, and how much of its prompt the engine has or will have.
 
     `requests` and `prefill_tokens` are what it has to do first (`jkv.router.load`). `coming_pages` are of the
-    prompt's start, in prompts that the engine will have computed when it turns to this one. `measured` says
-    whether to believe its prefill speed, `busy` in which part of the time it computes prompts.
+    prompt's start, in prompts that the engine will have computed when it turns to this one. Its speed of
+    prefill is 0 where what it reports is not to be believed yet; `busy` is the part of the time in which it
+    computes prompts.
     """
 
     id: str
@@ -55,7 +56,7 @@ class Candidate(NamedTuple):
     match: Match
     page_bytes: int
     coming_pages: int = 0
-    measured: bool = True
+    prefill_tokens_per_s: float = 0.0
     busy: float = 0.0
 
 
@@ -111,9 +112,9 @@ def score(candidates: Sequence[Candidate], prompt_tokens: int, page_size: int) -
 
 def _fleet(candidates: Sequence[Candidate]) -> _Fleet:
     reports = [candidate.report for candidate in candidates]
-    believed = [candidate.report for candidate in candidates if candidate.measured] or reports
+    reported = _typical([report.prefill_tokens_per_s for report in reports], _PREFILL_TOKENS_PER_S)
     return _Fleet(
-        prefill=_typical([report.prefill_tokens_per_s for report in believed], _PREFILL_TOKENS_PER_S),
+        prefill=_typical([candidate.prefill_tokens_per_s for candidate in candidates], reported),
         l2=_typical([report.l2_bytes_per_s for report in reports], _L2_BYTES_PER_S),
         l3=_typical([report.l3_bytes_per_s for report in reports], _L3_BYTES_PER_S),
         slot_s=_typical([candidate.slot_s for candidate in candidates], _SLOT_S),
@@ -134,7 +135,7 @@ def _speed(measured: float, typical: float) -> float:
 
 def _score(candidate: Candidate, prompt_tokens: int, page_size: int, fleet: _Fleet) -> EngineScore:
     report, match = candidate.report, candidate.match
-    prefill = _speed(report.prefill_tokens_per_s if candidate.measured else 0.0, fleet.prefill)
+    prefill = _speed(candidate.prefill_tokens_per_s, fleet.prefill)
     # The last token is computed even if its page is a hit, which then serves one token less.
     limit = max(prompt_tokens - 1, 0)
     l1_end = min(match.l1 * page_size, limit)

@@ -71,22 +71,25 @@ def test_slots_are_measured_from_the_first_token_to_the_end() -> None:
     assert loads.slot_s == pytest.approx(3.0, rel=0.05)
 
 
-def test_a_speed_is_believed_after_ten_measurements_and_for_half_a_minute() -> None:
+def test_a_speed_is_believed_after_many_measurements_as_their_average_and_for_half_a_minute() -> None:
     clock = Clock()
     loads = EngineLoads(clock)
 
-    def measure(speed: float) -> bool:
+    def measure(speed: float) -> float:
         loads.take(NothingReported(prefill_tokens_per_s=speed))
-        return loads.measured
+        return loads.prefill_tokens_per_s
 
-    assert [measure(1000.0 + number) for number in range(12)] == 9 * [False] + 3 * [True]
+    believed = [measure(900.0 + 200 * (number % 2)) for number in range(200)]
+    assert believed[:99] == 99 * [0.0]
+    assert believed[99:] == pytest.approx(101 * [1000.0], rel=0.01)
+    assert measure(3000.0) < 1100  # one of a hundred
     clock.now += 20
-    assert measure(1011.0)  # nothing new
+    assert measure(3000.0) > 0  # nothing new
     clock.now += 11
-    assert not measure(1011.0)
-    assert measure(900.0)
+    assert measure(3000.0) == 0
+    assert measure(900.0) > 0
     measure(0.0)
-    assert not measure(900.0)  # of another process
+    assert measure(900.0) == 0  # of another process
 
 
 def test_busy_is_the_part_of_the_last_minute_in_which_there_were_prompts_to_compute() -> None:

@@ -28,7 +28,9 @@ def _engine(name: str, match: Match = Match(), **fields: Any) -> Candidate:  # n
         "chosen_at": 0,
         "page_bytes": _MIB,
     }
-    return Candidate(id=name, match=match, **(known | fields))
+    known |= fields
+    known.setdefault("prefill_tokens_per_s", known["report"].prefill_tokens_per_s)
+    return Candidate(id=name, match=match, **known)
 
 
 def _one(engine: Candidate, prompt_tokens: int) -> EngineScore:
@@ -62,13 +64,14 @@ def test_the_last_token_is_always_computed() -> None:
 
 
 def test_a_speed_that_is_not_believed_yet_is_that_of_the_others() -> None:
-    def named(name: str, speed: float, measured: bool) -> Candidate:
-        return _engine(name, report=replace(_REPORT, prefill_tokens_per_s=speed), measured=measured)
+    def named(name: str, speed: float, believed: float) -> Candidate:
+        report = replace(_REPORT, prefill_tokens_per_s=speed)
+        return _engine(name, report=report, prefill_tokens_per_s=believed)
 
-    engines = [named("doubtful", 10.0, False), named("fast", 2000.0, True), named("slow", 500.0, True)]
-    assert [one.token_s for one in score(engines, 100, _PAGE)] == [1 / 500, 1 / 2000, 1 / 500]
+    engines = [named("doubtful", 10.0, 0.0), named("fast", 2000.0, 1800.0), named("slow", 500.0, 600.0)]
+    assert [one.token_s for one in score(engines, 100, _PAGE)] == [1 / 600, 1 / 1800, 1 / 600]
     # Where nobody is believed, the typical one of what was said counts for all.
-    alone = [engine._replace(measured=False) for engine in engines]
+    alone = [engine._replace(prefill_tokens_per_s=0.0) for engine in engines]
     assert {one.token_s for one in score(alone, 100, _PAGE)} == {1 / 500}
 
 
