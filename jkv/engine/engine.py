@@ -72,8 +72,8 @@ class Engine:
 
     async def ended(self) -> None:
         """Returns when the engine has stopped; without `drain`, that is a failure it did not survive."""
-        while self._loop.running:
-            await asyncio.sleep(_POLL_S)
+        # Shielded, for a caller that gives up must not settle what others wait for.
+        await asyncio.shield(asyncio.wrap_future(self._loop.ended))
 
     async def drain(self, timeout: float) -> None:
         """Takes no new requests, waits up to `timeout` seconds for those that run, cancels the rest and

@@ -92,6 +92,7 @@ class EngineLoop:
         self._stalled = False  # nothing can go on before something arrives
         self._step_tokens, self._step_since = 0, 0.0  # of the step under way, if it only prefills
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self.ended: Future[None] = Future()  # settled when the thread has ended, after `stop` or by itself
 
     def start(self) -> None:
         self._thread.start()
@@ -184,6 +185,8 @@ class EngineLoop:
             for seq in list(self._tickets):
                 self._close_ticket(seq, FinishReason.ERROR, None, "the engine failed")
             self._outbox.send()
+        finally:
+            self.ended.set_result(None)
 
     def _serve(self) -> None:
         pending: Pending | None = None
