@@ -43,7 +43,7 @@ class Usage:
     cached_by_tier: Mapping[str, int] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Chunk:
     """One message of a stream: how many tokens it brought, and what the last ones carry.
 

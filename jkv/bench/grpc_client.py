@@ -85,9 +85,10 @@ def _chunk(message: jkv_pb2.GenerateChunk) -> Chunk:
             cached_tokens=message.usage.cached_tokens,
             cached_by_tier={tier: getattr(message.usage.cached_by_tier, tier) for tier in TIERS},
         )
+    token_ids = tuple(message.token_ids)
     return Chunk(
-        tokens=len(message.token_ids),
-        token_ids=tuple(message.token_ids),
+        tokens=len(token_ids),
+        token_ids=token_ids,
         finish_reason=message.finish_reason,
         usage=usage,
     )
