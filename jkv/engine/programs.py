@@ -27,6 +27,7 @@ from jkv.kernels.tpu_blocks import TpuBlocks, TpuChip, TpuWork, tpu_blocks
 from jkv.kernels.xla_attention import BATCH_INVARIANT_BLOCKS, AttentionBlocks
 from jkv.models.config import ModelConfig
 from jkv.models.decoder import StepShape
+from jkv.models.experts import BATCH_INVARIANT_BLOCK, block_rows
 from jkv.models.forward import forward, logits
 from jkv.models.params import Params, abstract_params
 from jkv.models.sharding import widened
@@ -114,11 +115,6 @@ class ProgramPlan:
         return self.platform != "tpu"
 
     @property
-    def expert_loop(self) -> bool:
-        """Whether a mixture's experts are taken one by one: on CPU, see `jkv.models.experts`."""
-        return self.platform == "cpu"
-
-    @property
     def pinned_pages(self) -> bool:
         """Whether pages are gathered into pinned host memory: not on CPU, where L1 is host memory."""
         return self.platform != "cpu"
@@ -148,6 +144,12 @@ class ProgramPlan:
             stored_bytes=jnp.dtype(self.pool.dtype).itemsize,
             one_path=self.batch_invariant,
         )
+
+    def expert_block(self, tokens: int) -> int | None:
+        """How a step of `tokens` goes through a mixture of experts: see `jkv.models.experts.SparseMLP`."""
+        if self.platform != "cpu" or self.config.experts is None:
+            return None
+        return BATCH_INVARIANT_BLOCK if self.batch_invariant else block_rows(tokens, self.config.experts)
 
     def weights_first(self, rows: int) -> bool:
         """How a program multiplies `rows` rows by the weights (see `jkv.models.layers.product`).
@@ -235,7 +237,7 @@ def _step_program(plan: ProgramPlan, params: Params, tokens: int) -> Program:
         attention=plan.attention,
         unroll_layers=plan.unroll_layers,
         weights_first=plan.weights_first(tokens),
-        expert_loop=plan.expert_loop,
+        expert_block=plan.expert_block(tokens),
     )
     layout = plan.step_layout(tokens)
 

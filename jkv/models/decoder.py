@@ -27,7 +27,7 @@ class StepShape:
     attention: AttentionSpec
     unroll_layers: bool
     weights_first: bool  # see jkv.models.layers.product
-    expert_loop: bool  # see jkv.models.experts
+    expert_block: int | None  # see jkv.models.experts
 
 
 @jax.tree_util.register_dataclass
@@ -134,7 +134,7 @@ class DecoderLayer(nnx.Module):
         first = shape.weights_first
         if isinstance(self.mlp, MLP):
             return self.mlp(x, weights_first=first)
-        return self.mlp(x, context.tokens, weights_first=first, expert_loop=shape.expert_loop)
+        return self.mlp(x, context.tokens, weights_first=first, block=shape.expert_block)
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

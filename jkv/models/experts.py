@@ -2,7 +2,12 @@
 
 Tokens are sorted by expert, so that each expert multiplies one run of rows. Accelerators do that in one
 ragged product for all experts. XLA:CPU would expand it into a dense product with every expert, so there a
-loop takes the experts that have tokens one after the other, and reads only their weights.
+loop takes the experts that have tokens one after the other, a block of rows at a time, and reads only their
+weights.
+
+Experts' weights are `[experts, in, out]`, unlike all others. Of `[experts, out, in]` XLA:TPU copies the
+weights of all experts into this order in every layer of a step, and the loop on CPU takes up to twice as
+long.
 """
 
 from __future__ import annotations
@@ -13,14 +18,12 @@ from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 
-from jkv.models.config import Activation, ModelConfig
+from jkv.models.config import Activation, ExpertsConfig, ModelConfig
 from jkv.models.layers import Linear, activate, product
 
 _LARGEST_BLOCK = 64
-# Of rows `[T, in]` and weights `[experts, out, in]`, with one group of rows for each expert.
-_BY_EXPERT = lax.RaggedDotDimensionNumbers(
-    dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
-)
+# Rows of products of one shape have the same bits wherever they stand.
+BATCH_INVARIANT_BLOCK = 16
 
 
 class SparseMLP(nnx.Module):
@@ -34,20 +37,22 @@ class SparseMLP(nnx.Module):
         self.experts = Experts(config, dtype)
 
     def __call__(
-        self, x: jax.Array, tokens: jax.Array, *, weights_first: bool, expert_loop: bool
+        self, x: jax.Array, tokens: jax.Array, *, weights_first: bool, block: int | None
     ) -> jax.Array:
-        """`[T, hidden] -> [T, hidden]`; rows from `tokens` on are padding, go to no expert and give zeros."""
+        """`[T, hidden] -> [T, hidden]`; rows from `tokens` on are padding, go to no expert and give zeros.
+
+        Args:
+            block: the rows that the loop multiplies at a time, or None for the ragged product.
+        """
         weights, chosen = self._route(x, weights_first=weights_first)
         used = (jnp.arange(x.shape[0]) < tokens)[:, None]
         # Padding sorts behind every expert.
         expert = jnp.where(used, chosen, self.count).reshape(-1)
         order = jnp.argsort(expert, stable=True)
-        sizes = jnp.bincount(expert, length=self.count)
+        # A sum where bincount would scatter, for which XLA:TPU's compiler overflows its stack in some steps.
+        sizes = jnp.sum(expert[:, None] == jnp.arange(self.count), axis=0, dtype=jnp.int32)
         rows = x[order // self.per_token]
-        if expert_loop:
-            out = self.experts.loop(rows, sizes, weights_first=weights_first)
-        else:
-            out = self.experts.ragged(rows, sizes)
+        out = self.experts.ragged(rows, sizes) if block is None else self.experts.loop(rows, sizes, block)
         by_token = out[jnp.argsort(order)].reshape(x.shape[0], self.per_token, -1)
         # Added one after the other: the order of a reduction could depend on its shape.
         total = by_token[:, 0] * weights[:, :1]
@@ -65,10 +70,10 @@ class SparseMLP(nnx.Module):
 
 
 class ExpertLinear(nnx.Module):
-    """The weights of one projection of all experts, `[experts, out, in]`."""
+    """The weights of one projection of all experts, `[experts, in, out]`."""
 
     def __init__(self, experts: int, inputs: int, outputs: int, dtype: DTypeLike) -> None:
-        self.weight = nnx.Param(jnp.zeros((experts, outputs, inputs), dtype))
+        self.weight = nnx.Param(jnp.zeros((experts, inputs, outputs), dtype))
 
 
 class Experts(nnx.Module):
@@ -88,14 +93,13 @@ class Experts(nnx.Module):
         """All experts at once."""
 
         def multiply(x: jax.Array, projection: ExpertLinear) -> jax.Array:
-            return lax.ragged_dot_general(x, projection.weight[...], sizes, _BY_EXPERT)
+            return lax.ragged_dot(x, projection.weight[...], sizes)
 
         inner = activate(multiply(rows, self.gate_proj), self.activation) * multiply(rows, self.up_proj)
         return multiply(inner, self.down_proj)
 
-    def loop(self, rows: jax.Array, sizes: jax.Array, *, weights_first: bool) -> jax.Array:
-        """One expert after the other, a block of rows at a time."""
-        block = _block_rows(rows.shape[0], sizes.shape[0])
+    def loop(self, rows: jax.Array, sizes: jax.Array, block: int) -> jax.Array:
+        """One expert after the other, `block` rows at a time."""
         # The last block of an expert reaches past its rows: behind the last expert's there must be some.
         padded = jnp.pad(rows, ((0, block), (0, 0)))
         starts = jnp.cumsum(sizes) - sizes
@@ -108,19 +112,18 @@ class Experts(nnx.Module):
             def one_block(j: jax.Array, out: jax.Array) -> jax.Array:
                 at = starts[expert] + j * block
                 x = lax.dynamic_slice_in_dim(padded, at, block)
-                inner = activate(product(x, gate, weights_first=weights_first), self.activation)
-                inner = inner * product(x, up, weights_first=weights_first)
-                y = product(inner, down, weights_first=weights_first)
+                inner = activate(x @ gate, self.activation) * (x @ up)
                 # What spills into the next expert's rows is overwritten by that one.
-                return lax.dynamic_update_slice_in_dim(out, y, at, 0)
+                return lax.dynamic_update_slice_in_dim(out, inner @ down, at, 0)
 
             return lax.fori_loop(0, (sizes[expert] + block - 1) // block, one_block, out)
 
         return lax.fori_loop(0, jnp.sum(sizes > 0), one_expert, jnp.zeros_like(padded))[: rows.shape[0]]
 
 
-def _block_rows(rows: int, experts: int) -> int:
-    """The power of two above the rows that an expert gets on average, within limits. Blocks of two rows and
-    more round alike, so that a row's bits do not depend on the batch.
+def block_rows(tokens: int, config: ExpertsConfig) -> int:
+    """Rows of a block for a step of `tokens`: the power of two above what an expert gets on average, within
+    limits.
     """
-    return min(max(2, 1 << (rows // experts).bit_length()), _LARGEST_BLOCK)
+    average = tokens * config.per_token // config.count
+    return min(max(2, 1 << average.bit_length()), _LARGEST_BLOCK)

@@ -101,7 +101,7 @@ def load_params(
     def read(name: str) -> np.ndarray:
         nonlocal done
         parts = [read_tensor(*part) for part in _tensors(name, names[name]).items()]
-        array = np.stack(parts) if _of_experts(name) else parts[0]
+        array = np.stack([part.T for part in parts]) if _of_experts(name) else parts[0]
         with lock:  # the share never goes back
             done += 1
             progress(done / len(names))
@@ -163,11 +163,11 @@ def _of_experts(name: str) -> bool:
 
 
 def _tensors(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """What a parameter is made of: the tensor of its name, or one for each expert."""
+    """What a parameter is made of: the tensor of its name, or one of `[out, in]` for each expert."""
     if not _of_experts(name):
         return {name: shape}
     module, projection = name.split(".experts.")
-    return {f"{module}.experts.{i}.{projection}": shape[1:] for i in range(shape[0])}
+    return {f"{module}.experts.{i}.{projection}": shape[:0:-1] for i in range(shape[0])}
 
 
 def _checked(name: str, shape: tuple[int, ...], source: TensorSource) -> np.ndarray:

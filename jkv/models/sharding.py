@@ -81,11 +81,12 @@ def widened_tensor(name: str, array: np.ndarray, config: ModelConfig, tp: int) -
 def partition(name: str, shape: tuple[int, ...], tp: int) -> P:
     """How a tensor of that name and widened shape lies over the devices."""
     *_, module, kind = name.split(".")
-    experts = [None] if ".experts." in name else []  # their axis leads
+    if ".experts." in name:  # [experts, in, out]
+        return P(None, None, TP) if module in _BY_OUTPUT else P(None, TP)
     if module in _BY_OUTPUT:
-        return P(*experts, TP)
+        return P(TP)
     if module in _BY_INPUT and kind == "weight":
-        return P(*experts, None, TP)
+        return P(None, TP)
     if module in _BY_VOCABULARY and shape[0] % tp == 0:
         return P(TP)
     return WHOLE

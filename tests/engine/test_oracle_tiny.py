@@ -52,9 +52,8 @@ class TwoBuckets(ProgramPlan):
     def unroll_layers(self) -> bool:
         return not self.stacked
 
-    @property
-    def expert_loop(self) -> bool:
-        return not self.stacked
+    def expert_block(self, tokens: int) -> int | None:
+        return None if self.stacked else super().expert_block(tokens)
 
     @property
     def token_buckets(self) -> tuple[int, ...]:

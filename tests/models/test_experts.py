@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from jkv.kernels.xla_attention import BATCH_INVARIANT_CPU_OPTIONS
 from jkv.models.config import ExpertsConfig, ModelConfig
-from jkv.models.experts import SparseMLP
+from jkv.models.experts import BATCH_INVARIANT_BLOCK, SparseMLP, block_rows
 from jkv.models.hf_config import from_hf
 from tests.models.golden import config_json
 
-_WAYS = pytest.mark.parametrize("expert_loop", [True, False], ids=["loop", "ragged"])
+_WAYS = pytest.mark.parametrize("block", [4, None], ids=["loop", "ragged"])
 
 
 def config_of(experts: ExpertsConfig) -> ModelConfig:
@@ -42,16 +42,16 @@ def weights(config: ModelConfig) -> dict[str, np.ndarray]:
     hidden, inner = config.hidden_size, config.intermediate_size
     shapes = {
         "gate": (count, hidden),
-        "gate_proj": (count, inner, hidden),
-        "up_proj": (count, inner, hidden),
-        "down_proj": (count, hidden, inner),
+        "gate_proj": (count, hidden, inner),
+        "up_proj": (count, hidden, inner),
+        "down_proj": (count, inner, hidden),
     }
     return {name: rng.normal(0, 0.2, shape).astype(np.float32) for name, shape in shapes.items()}
 
 
 @cache
 def compiled(
-    config: ModelConfig, rows: int, expert_loop: bool, invariant: bool = False
+    config: ModelConfig, rows: int, block: int | None, invariant: bool = False
 ) -> Callable[..., np.ndarray]:
     """`(x [rows, hidden], tokens, weights) -> [rows, hidden]`."""
     definition, state = nnx.split(nnx.eval_shape(lambda: SparseMLP(config, jnp.float32)))
@@ -61,7 +61,7 @@ def compiled(
             lambda path, _: values[[str(k.key) for k in path if hasattr(k, "key")][-2]], state
         )
         mlp = nnx.merge(definition, filled)
-        return mlp(x, tokens, weights_first=False, expert_loop=expert_loop)
+        return mlp(x, tokens, weights_first=False, block=block)
 
     options = BATCH_INVARIANT_CPU_OPTIONS if invariant else {}
     program = jax.jit(run, compiler_options=options)
@@ -84,9 +84,9 @@ def expected(config: ModelConfig, x: np.ndarray) -> np.ndarray:
         softmax_over = chosen if config.experts.normalized else slice(None)
         total = np.exp(scores[softmax_over] - scores.max()).sum()
         for i in chosen:
-            gate, up = w["gate_proj"][i] @ row, w["up_proj"][i] @ row
+            gate, up = row @ w["gate_proj"][i], row @ w["up_proj"][i]
             share = np.exp(scores[i] - scores.max()) / total
-            result += share * (w["down_proj"][i] @ (gate / (1 + np.exp(-gate)) * up))
+            result += share * (gate / (1 + np.exp(-gate)) * up) @ w["down_proj"][i]
     return out
 
 
@@ -100,20 +100,21 @@ def expected(config: ModelConfig, x: np.ndarray) -> np.ndarray:
     seed=st.integers(0, 2**32 - 1),
 )
 def test_equals_float64_whatever_is_in_the_padding(
-    config: ModelConfig, expert_loop: bool, tokens: int, spread: float, padding: float, seed: int
+    config: ModelConfig, block: int | None, tokens: int, spread: float, padding: float, seed: int
 ) -> None:
     x = random_rows(np.random.default_rng(seed), 32, spread)
     want = expected(config, x[:tokens])
     x[tokens:] = padding
-    out = compiled(config, 32, expert_loop)(x, tokens, weights(config))
+    out = compiled(config, 32, block)(x, tokens, weights(config))
     np.testing.assert_allclose(out[:tokens], want, rtol=0, atol=2e-4 * max(1, np.abs(want).max(initial=0)))
     assert not out[tokens:].any()
 
 
 @pytest.mark.parametrize(("config", "rows"), [(MIXTRAL, 1), (MANY, 2), (QWEN, 512)])
 def test_the_loop_in_other_buckets(config: ModelConfig, rows: int) -> None:
+    assert config.experts is not None
     x = random_rows(np.random.default_rng(rows), rows)
-    out = compiled(config, rows, True)(x, rows, weights(config))
+    out = compiled(config, rows, block_rows(rows, config.experts))(x, rows, weights(config))
     want = expected(config, x)
     np.testing.assert_allclose(out, want, rtol=0, atol=2e-4 * max(1, np.abs(want).max()))
 
@@ -126,17 +127,24 @@ def test_the_loop_leaves_experts_alone_that_have_no_tokens() -> None:
     poisoned = {name: values.copy() for name, values in weights(MANY).items()}
     for name in ("gate_proj", "up_proj", "down_proj"):
         poisoned[name][idle] = np.nan
-    run = compiled(MANY, 16, True)
+    run = compiled(MANY, 16, 2)
     np.testing.assert_array_equal(run(x, 16, poisoned), run(x, 16, weights(MANY)))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "block"), [(0, 2), (1, 2), (2, 2), (4, 2), (16, 8), (64, 32), (512, 64), (4096, 64)]
+)
+def test_blocks_are_as_large_as_what_an_expert_gets(tokens: int, block: int) -> None:
+    assert block_rows(tokens, ExpertsConfig(count=8, per_token=2, normalized=True)) == block
 
 
 @pytest.mark.parametrize("config", [LONG_SUMS, MANY], ids=["long sums", "many"])
 def test_a_row_has_the_same_bits_in_every_batch_and_bucket(config: ModelConfig) -> None:
     rng, hidden = np.random.default_rng(2), config.hidden_size
     x, others = random_rows(rng, 256, hidden=hidden), random_rows(rng, 512, hidden=hidden)
-    alone = compiled(config, 256, True, invariant=True)(x, 256, weights(config))
+    alone = compiled(config, 256, BATCH_INVARIANT_BLOCK, invariant=True)(x, 256, weights(config))
     for rows, tokens in ((2, 1), (2, 2), (16, 16), (64, 50), (512, 300)):
-        run = compiled(config, rows, True, invariant=True)
+        run = compiled(config, rows, BATCH_INVARIANT_BLOCK, invariant=True)
         batch = others[:rows].copy()
         for start in range(0, 256, 61):
             mine = np.arange(start, min(start + tokens, 256), 2)

@@ -73,7 +73,7 @@ def test_mixtral_fills_the_parameters_of_its_experts(tmp_path: Path) -> None:
         for expert in range(8):
             np.testing.assert_array_equal(
                 mlp["experts"][projection]["weight"][...][expert],
-                tensors[f"model.layers.2.mlp.experts.{expert}.{projection}.weight"],
+                tensors[f"model.layers.2.mlp.experts.{expert}.{projection}.weight"].T,
             )
 
 
