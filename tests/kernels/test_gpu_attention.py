@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax._src.pallas.triton import lowering as triton_lowering
+from jaxlib.mlir import ir
 
 from jkv.errors import ConfigError, UnsupportedModelError
 from jkv.kernels.batch import StepBatch
@@ -110,16 +114,47 @@ def test_on_one_path_bits_do_not_depend_on_how_a_sequence_is_cut_up() -> None:
 )
 def test_heads_that_no_tile_holds_are_refused_by_name(heads: int, head_dim: int, named: str) -> None:
     with pytest.raises(UnsupportedModelError, match=named):
-        _lower(heads, _pool(head_dim=head_dim, dtype="float32"))
+        _traced(heads, _pool(head_dim=head_dim, dtype="float32"))
 
 
 def test_an_int8_pool_that_has_no_offsets_is_refused() -> None:
     row_bytes = 16 * 2 * 64
     pages = 2**31 // row_bytes
-    _lower(1, _pool(pages=pages, dtype="int8"))
-    _lower(1, _pool(pages=2 * pages + 1, dtype="int8"))
+    _traced(1, _pool(pages=pages, dtype="int8"))
+    _traced(1, _pool(pages=2 * pages + 1, dtype="int8"))
     with pytest.raises(ConfigError, match=r"--l1-gib.*2 GiB"):
-        _lower(1, _pool(pages=pages + 1, dtype="int8"))
+        _traced(1, _pool(pages=pages + 1, dtype="int8"))
+
+
+def test_a_pool_of_more_than_4_gib_has_64_bit_offsets() -> None:
+    """In what Triton compiles: pointers to the pool's elements, and the type of what is added to them."""
+    page = 16 * 2 * 64
+    for dtype, name, pages, offsets in (
+        ("bfloat16", "bf16", 2**31 // page, "i32"),
+        ("bfloat16", "bf16", 2**31 // page + 1, "i64"),
+        ("int8", "i8", 2**31 // page, "i32"),
+        ("int8", "i8", 2**32 // page + 1, "i64"),
+    ):
+        text = "".join(_triton(_pool(pages=pages, dtype=dtype)))
+        assert set(
+            re.findall(rf"tt.addptr .*: tensor<64x64x!tt.ptr<{name}>>, tensor<64x64x(\w+)>", text)
+        ) == {offsets}
+
+
+def _triton(pool: PoolShape) -> list[str]:
+    """The kernels as Triton gets them."""
+    lowered = _traced(1, pool).lower(lowering_platforms=("cuda",))
+    texts: list[str] = []
+
+    def visit(op: ir.Operation) -> ir.WalkResult:
+        if op.name == "stablehlo.custom_call":
+            with triton_lowering._new_ir_context() as context:
+                config: Any = op.attributes["mhlo.backend_config"]
+                texts.append(str(ir.Module.parse(config["ir"].value_bytes, context)))
+        return ir.WalkResult.ADVANCE
+
+    lowered.compiler_ir().operation.walk(visit)
+    return texts
 
 
 def _attend(
@@ -142,13 +177,14 @@ def _pool(*, dtype: str, head_dim: int = 64, pages: int = 4) -> PoolShape:
     )
 
 
-def _lower(heads: int, pool: PoolShape) -> None:
-    """Traces the kernels for a pool that need not exist."""
+def _traced(heads: int, pool: PoolShape) -> Any:
+    """The kernels for a pool that need not exist."""
     shape = Shape(heads=1, kv_heads=1, head_dim=pool.head_dim, page_size=pool.page_size)
     scalar = jax.ShapeDtypeStruct((), jnp.int32)
-    run = partial(interpreted, pages=pool.pages, scale=1, soft_cap=None, blocks=blocks(shape))
-    jax.eval_shape(
-        lambda q, kv, layer, batch, window: run(q, kv, layer, batch=batch, window=window),
+    run = partial(
+        paged_attention, pages=pool.pages, scale=1, soft_cap=None, blocks=blocks(shape), interpret=False
+    )
+    return jax.jit(lambda q, kv, layer, batch, window: run(q, kv, layer, batch=batch, window=window)).trace(
         jax.ShapeDtypeStruct((2, heads, pool.head_dim), jnp.float32),
         pool.abstract_pool(),
         scalar,
