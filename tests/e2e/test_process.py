@@ -228,9 +228,9 @@ def test_a_port_in_use() -> None:
 def test_an_unsupported_checkpoint(tmp_path: Path) -> None:
     shutil.copytree(TINY, tmp_path, dirs_exist_ok=True)
     config = json.loads((TINY / "config.json").read_text())
-    config |= {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}
+    config |= {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    fails(1, "Gemma2ForCausalLM", "LlamaForCausalLM", flags=("--model", str(tmp_path), "--grpc-port", "0"))
+    fails(1, "Phi3ForCausalLM", "LlamaForCausalLM", flags=("--model", str(tmp_path), "--grpc-port", "0"))
 
 
 def test_help_names_every_default(monkeypatch: pytest.MonkeyPatch) -> None:
