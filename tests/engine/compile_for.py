@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from jkv.engine.programs import Program, ProgramPlan, programs
+from jkv.engine.programs import Program, ProgramPlan, gather_name, programs, scatter_name
 from jkv.kernels.mesh import TP
 from jkv.plan.compiling import build, devices, measured
 from jkv.plan.targets import TARGETS
@@ -29,6 +29,13 @@ COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "
 
 # The fields of jkv.plan.compiling.Compiled, and how many of each collective and custom call.
 Needs = dict[str, Any]
+
+
+def in_every_run(steps: Iterable[Any], sampling: Iterable[Any], transfers: Iterable[Any]) -> frozenset[str]:
+    """Names of the programs whose cases are not only of full runs; a transfer goes both ways."""
+    usual = {case[1] for case in (*steps, *sampling) if type(case) is tuple}
+    counts = {case[1] for case in transfers if type(case) is tuple}
+    return frozenset(usual | {name(count) for count in counts for name in (gather_name, scatter_name)})
 
 
 def compile_for(target: str, plan: str, names: Iterable[str]) -> dict[str, Needs]:

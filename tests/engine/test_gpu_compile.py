@@ -12,7 +12,7 @@ import pytest
 
 from jkv.engine.programs import gather_name, programs, scatter_name
 from jkv.plan.targets import find_cuda
-from tests.engine.compile_for import COLLECTIVES, Needs, compile_for
+from tests.engine.compile_for import COLLECTIVES, Needs, compile_for, in_every_run
 from tests.engine.plans import H100, PLANS
 
 _MIB = 2**20
@@ -34,14 +34,15 @@ STEPS = [
         "qwen3-1.7b",
         "smollm2",
         "smollm2-int8-kv",
-        "llama3-8b-tp4",
         programs=("step/1", "step/16", "step/512"),
     ),
+    *in_full_runs("llama3-8b-tp4", programs=("step/2", "step/16", "step/512")),
 ]
 SAMPLING = [
     (_LLAMA, "admit"),
     (_LLAMA, "sample/16"),
-    *in_full_runs("qwen3-1.7b", "llama3-8b-tp4", programs=("sample/1", "sample/16")),
+    *in_full_runs("qwen3-1.7b", programs=("sample/1", "sample/16")),
+    *in_full_runs("llama3-8b-tp4", programs=("sample/2", "sample/16")),
 ]
 TRANSFERS = [
     (_LLAMA, 16),
@@ -52,6 +53,7 @@ TRANSFERS = [
         for count in (1, 16)
     ),
 ]
+COMPILED = in_every_run(STEPS, SAMPLING, TRANSFERS)
 
 Compile = Callable[[str, str], Needs | None]
 

@@ -10,11 +10,11 @@ import pytest
 
 from jkv.cache.pages import Tier
 from jkv.engine.programs import programs
+from tests.engine import test_gpu_compile, test_tpu_compile
 from tests.engine.conftest import Tiny
 from tests.engine.harness import random_prompt, request
 from tests.engine.plans import PLANS, SMOLLM2, plan_of
 from tests.engine.test_tiers import from_tier
-from tests.engine.test_tpu_compile import COMPILED
 
 _CPU = plan_of(SMOLLM2, dtype="float32", pages=16)
 
@@ -59,4 +59,5 @@ def test_whatever_is_dispatched_is_registered_and_compiled_for_other_targets(
     kinds = {name.split("/")[0] for name in recorded.taken}
     assert recorded.taken <= {program.name for program in programs(bench.runner.plan)}
     assert kinds == {program.name.split("/")[0] for program in programs(bench.runner.plan)}
-    assert kinds <= {name.split("/")[0] for name in COMPILED}
+    for compiled in (test_tpu_compile.COMPILED, test_gpu_compile.COMPILED):
+        assert kinds <= {name.split("/")[0] for name in compiled}

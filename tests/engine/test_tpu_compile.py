@@ -12,7 +12,7 @@ import pytest
 
 from jkv.engine.programs import gather_name, programs, scatter_name
 from jkv.plan.targets import find_libtpu
-from tests.engine.compile_for import COLLECTIVES, Needs, compile_for
+from tests.engine.compile_for import COLLECTIVES, Needs, compile_for, in_every_run
 from tests.engine.plans import PLANS, V5E
 
 _MIB = 2**20
@@ -33,7 +33,7 @@ STEPS = [
     *(
         pytest.param(plan, f"step/{2**i}", marks=pytest.mark.full)
         for plan, usual in (("llama3-8b-tp4", 4), ("qwen3-1.7b-tp4", 6))
-        for i in range(10)
+        for i in range(1, 10)
         if i != usual
     ),
     *(pytest.param("llama3-8b-tp4" + V5E, f"step/{n}", marks=pytest.mark.full) for n in (16, 512)),
@@ -58,11 +58,7 @@ TRANSFERS = [
 
 ONLY_FULL_TRANSFERS = [("llama3-8b-tp4" + V5E, 16)]
 
-# The programs that are compiled in every run, not only in a full one.
-COMPILED = {
-    *(case[1] for case in (*STEPS, *SAMPLING) if type(case) is tuple),
-    *(name(count) for _, count in TRANSFERS for name in (gather_name, scatter_name)),
-}
+COMPILED = in_every_run(STEPS, SAMPLING, TRANSFERS)
 
 
 def moves(*names: Callable[[int], str]) -> list[Any]:
