@@ -1,4 +1,4 @@
-"""`python -m jkv.bench serving|interference|cached|multiturn|tiers|trace|router|cluster ...`."""
+"""`python -m jkv.bench serving|interference|cached|multiturn|tiers|trace|router|cluster|attention ...`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from jkv import flags
-from jkv.bench import cached, cluster, interference, multiturn, router, serving, tiers, trace
+from jkv.bench import attention, cached, cluster, interference, multiturn, router, serving, tiers, trace
 from jkv.bench.calibrate import calibrate
 from jkv.bench.cluster_real import measure
 from jkv.bench.drive import Target, connected
@@ -58,6 +58,11 @@ async def _cluster(options: cluster.ClusterOptions) -> Measured:
     real = await measure(options.real)
     report = await asyncio.to_thread(cluster.run, options, real)
     return Measured(report=report, subject=subject, calibration=calibration)
+
+
+async def _attention(options: attention.AttentionOptions) -> Measured:
+    report, subject = await asyncio.to_thread(attention.run, options)
+    return Measured(report=report, subject=subject)
 
 
 async def _router(options: router.RouterOptions) -> Measured:
@@ -108,6 +113,11 @@ _BENCHMARKS = {
         options=router.RouterOptions,
         run=_router,
         description="Measure a router's index and choices with millions of pages, quiet and under churn.",
+    ),
+    "attention": _Benchmark(
+        options=attention.AttentionOptions,
+        run=_attention,
+        description="Time this device's attention kernel beside a copy in the same memory.",
     ),
     "cluster": _Benchmark(
         options=cluster.ClusterOptions,

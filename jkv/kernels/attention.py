@@ -71,7 +71,7 @@ def attend(
         window: jax.Array,
     ) -> tuple[jax.Array, KvArrays[jax.Array]]:
         pool = write_kv(pool, layer, pages, k, v, batch)
-        return _read(
+        return read(
             q, pool, layer, pages, batch, window=window, scale=scale, soft_cap=soft_cap, spec=spec
         ), pool
 
@@ -88,7 +88,7 @@ def attend(
     return over_heads(q, k, v, pool, layer, batch, window)
 
 
-def _read(
+def read(
     q: jax.Array,
     pool: KvArrays[jax.Array],
     layer: jax.Array,
@@ -100,7 +100,7 @@ def _read(
     soft_cap: float | None,
     spec: AttentionSpec,
 ) -> jax.Array:
-    """The attention itself, of the heads that one device has."""
+    """The attention itself, of the heads that one device has; see `attend`."""
     if isinstance(spec.blocks, TpuBlocks):
         run = partial(tpu_attention.paged_attention, blocks=spec.blocks, interpret=spec.interpret)
     elif isinstance(spec.blocks, GpuBlocks):
