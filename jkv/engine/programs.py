@@ -159,14 +159,21 @@ class ProgramPlan:
         return self.platform == "cpu" and not self.batch_invariant and 2 <= rows <= _FEW_ROWS
 
     @property
+    def _least_rows(self) -> int:
+        """Two where one row would round differently, and where devices share the model: of an embedding split
+        over them XLA looks one row up in a copy of all, and one row's logits XLA:GPU does not compile.
+        """
+        return 2 if self.batch_invariant or self.mesh is not None else 1
+
+    @property
     def token_buckets(self) -> tuple[int, ...]:
         """Token counts a step is padded to: powers of two up to the largest batch."""
-        return _powers(2 if self.batch_invariant else 1, self.max_batched_tokens)
+        return _powers(self._least_rows, self.max_batched_tokens)
 
     @property
     def sample_buckets(self) -> tuple[int, ...]:
         """Row counts a sampling is padded to."""
-        return _powers(2 if self.batch_invariant else 1, self.max_num_seqs)
+        return _powers(self._least_rows, self.max_num_seqs)
 
     @property
     def sample_rows(self) -> int:
