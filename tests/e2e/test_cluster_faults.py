@@ -127,8 +127,6 @@ def test_a_router_that_missed_more_than_etcd_remembers_reads_all_again(cluster: 
 def test_a_process_restarted_in_place_takes_what_was_in_memory_with_it_and_nothing_else(
     cluster: Cluster,
 ) -> None:
-    """Before its lease runs out, or just after: for the router the engine never left."""
-    logged = len(cluster.router.output)
     id, _ = cluster.ask("before")
     cluster.drain(id)
     cluster.wait_agreed()
@@ -145,7 +143,6 @@ def test_a_process_restarted_in_place_takes_what_was_in_memory_with_it_and_nothi
     assert after.pages["l1"] < before.pages["l1"], "pages that died with the process"
     again, usage = cluster.ask("before")
     assert (again, usage["cached_by_tier"]["l3"]) == (id, 48)
-    assert " left" not in cluster.router.output[logged:]
 
 
 def test_two_routers_agree_and_one_that_was_killed_is_ready_in_seconds(cluster: Cluster) -> None:

@@ -46,21 +46,27 @@ class Meddler(grpc.GenericRpcHandler):
         return grpc.unary_stream_rpc_method_handler(handle)
 
     async def _meddle(self, events: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+        """Does the same to all parts of an event: the network keeps those of one stream together."""
+        parts: list[bytes] = []
         held: list[bytes] = []
-        async for event in events:
-            parsed = pb.WatchEvent.FromString(event)
+        async for message in events:
+            parsed = pb.WatchEvent.FromString(message)
+            parts.append(message)
+            if parsed.partial:
+                continue
+            event, parts = parts, []
             what = "passed"
-            if self.meddling and parsed.changes and not parsed.reset:
+            if self.meddling and parsed.changes and not pb.WatchEvent.FromString(event[0]).reset:
                 what = self._chance.choice(("lost", "late", "swapped", "passed"))
                 self.done[what] += 1
             if what == "late":
                 await asyncio.sleep(_LATE_S)
             if what == "swapped" and not held:
-                held.append(event)
+                held = event
             elif what != "lost":
-                yield event
-                while held:
-                    yield held.pop()
+                for part in event + held:
+                    yield part
+                held = []
 
     async def serve(self, until: asyncio.Event, started: threading.Event) -> None:
         server = grpc.aio.server()

@@ -130,10 +130,8 @@ class RelayThread:
         await self._ended.wait()
         self._relay.cut()
         server.close()
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if connections := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(connections, timeout=5)
 
 
 @contextlib.contextmanager
