@@ -1,9 +1,9 @@
 """A mixture of experts (Shazeer et al., arXiv:1701.06538; Mixtral, arXiv:2401.04088).
 
 Tokens are sorted by expert, so that each expert multiplies one run of rows. Accelerators do that in one
-ragged product for all experts. XLA:CPU would expand it into a dense product with every expert, so there a
-loop takes the experts that have tokens one after the other, a block of rows at a time, and reads only their
-weights.
+ragged product for all experts, which XLA:GPU expands into a dense product with every expert. So would
+XLA:CPU: there a loop takes the experts that have tokens one after the other, a block of rows at a time, and
+reads only their weights.
 
 Experts' weights are `[experts, in, out]`, unlike all others. Of `[experts, out, in]` XLA:TPU copies the
 weights of all experts into this order in every layer of a step, and the loop on CPU takes up to twice as
