@@ -115,7 +115,7 @@ def sample(
 ) -> tuple[Sampled, SamplerState[jax.Array]]:
     """Draws one token per row from float32 `[S, vocab]` logits and records it in the state."""
     adjusted = lax.cond(batch.adjusted, lambda: _adjust(logits, state, batch), lambda: logits)
-    greedy = jnp.argmax(adjusted, axis=-1).astype(jnp.int32)
+    greedy = _argmax(adjusted)
     drawn = lax.cond(batch.random, lambda: _draw(adjusted, batch), lambda: greedy)
     tokens = jnp.where(batch.temperature == 0, greedy, drawn)
     logprob, top_ids, top_logprobs = lax.cond(
@@ -163,7 +163,17 @@ def _draw(logits: jax.Array, batch: SampleBatch[jax.Array]) -> jax.Array:
         key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), position)
         return jax.random.gumbel(key, (logits.shape[1],), jnp.float32)
 
-    return jnp.argmax(kept + jax.vmap(noise)(batch.seeds, batch.positions), axis=-1).astype(jnp.int32)
+    return _argmax(kept + jax.vmap(noise)(batch.seeds, batch.positions))
+
+
+def _argmax(scores: jax.Array) -> jax.Array:
+    """As `jnp.argmax` over the last axis, int32: the first of the largest, or the first NaN.
+
+    XLA:CPU vectorizes these two reductions, but not that of pairs: 0.2 ms and not 1.8 for `[8, 49152]`.
+    """
+    best = scores.max(axis=-1, keepdims=True)
+    places = lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
+    return jnp.where((scores == best) | jnp.isnan(scores), places, scores.shape[-1]).min(axis=-1)
 
 
 def _filter(scaled: jax.Array, batch: SampleBatch[jax.Array]) -> jax.Array:

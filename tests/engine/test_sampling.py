@@ -9,6 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 
 from jkv.engine.request import SamplingParams
 from jkv.engine.sampling import (
@@ -17,6 +20,7 @@ from jkv.engine.sampling import (
     Sampled,
     SamplerState,
     _adjust,
+    _argmax,
     _filter,
     admit,
     sample,
@@ -27,7 +31,7 @@ from tests.engine.harness import random_prompt, request
 VOCAB, SLOTS = 96, 8
 _RNG = np.random.default_rng(7)
 _sample, _admit = jax.jit(sample), jax.jit(admit)
-_filter_jit, _adjust_jit = jax.jit(_filter), jax.jit(_adjust)
+_filter_jit, _adjust_jit, _argmax_jit = jax.jit(_filter), jax.jit(_adjust), jax.jit(_argmax)
 # Chi-square's 99.99th percentile for 7 degrees of freedom.
 _CHI_SQUARE_7 = 29.88
 
@@ -152,6 +156,16 @@ def test_the_distribution_is_softmax_at_its_temperature(temperature: float) -> N
     expected = rows * weights / weights.sum()
     assert counts[8:].sum() == 0
     assert ((counts[:8] - expected) ** 2 / expected).sum() < _CHI_SQUARE_7
+
+
+@settings(deadline=None)
+@given(
+    hnp.arrays(
+        np.float32, (3, 70), elements=st.sampled_from([-np.inf, -2.5, -0.0, 0.0, 1.0, 3.0, np.inf, np.nan])
+    )
+)
+def test_the_first_of_the_largest_is_taken(scores: np.ndarray) -> None:
+    np.testing.assert_array_equal(_argmax_jit(scores), scores.argmax(axis=-1))
 
 
 def test_positions_of_one_seed_draw_independently() -> None:
