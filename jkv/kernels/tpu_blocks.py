@@ -124,7 +124,8 @@ class TpuWork:
 
     def vmem_bytes(self, block: BlockSize) -> int:
         """What a kernel takes: queries and outputs, each twice; pages, twice; the running softmax; and for
-        every row and key of a step the logits, what is seen of them, their weights and these rounded.
+        every row and key of a step the logits, what is seen of them, their weights and these rounded. Products
+        of float32 take each operand apart into three of bfloat16.
         """
         heads = self.heads
         rows = _whole(heads.group * block.queries, 2 * _SUBLANES)
@@ -133,7 +134,9 @@ class TpuWork:
             + 2 * _whole(heads.value_lanes, LANES) * self.q_dtype.itemsize
             + (2 * LANES + _whole(heads.value_lanes, LANES)) * 4
         )
-        step = block.keys * (4 * rows + 2 * (heads.key_lanes + heads.value_lanes)) * 4
+        lanes = heads.key_lanes + heads.value_lanes
+        copies = 2 if self.product_dtype == jnp.float32 else 1
+        step = block.keys * ((3 + copies) * rows + (1 + copies) * lanes) * 4
         return heads.kv_heads * rows * per_row + 2 * block.copied * self.token_bytes + step
 
     @property
