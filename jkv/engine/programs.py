@@ -110,9 +110,10 @@ class ProgramPlan:
     @property
     def unroll_layers(self) -> bool:
         """Whether each layer has its own parameters and code: slower to compile, but faster on CPU, and under
-        scan XLA:GPU copies every layer's weights out of the stack before it multiplies by them.
+        scan XLA:GPU copies every layer's weights out of the stack before it multiplies by them, as XLA:TPU
+        does with experts' weights.
         """
-        return self.platform != "tpu"
+        return self.platform != "tpu" or self.config.experts is not None
 
     @property
     def pinned_pages(self) -> bool:

@@ -11,7 +11,7 @@ from jkv.config import ServeConfig
 from jkv.engine.planning import plan_for, with_pages
 from jkv.engine.programs import Platform, ProgramPlan
 from jkv.kernels.mesh import TP
-from jkv.models.config import ModelConfig, RopeConfig
+from jkv.models.config import ExpertsConfig, ModelConfig, RopeConfig
 
 SMOLLM2 = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -61,6 +61,18 @@ QWEN3_1_7B = ModelConfig(
     windows=(None,) * 28,
     tie_embeddings=True,
     qk_norm=True,
+)
+
+QWEN3_30B_A3B = dataclasses.replace(
+    QWEN3_1_7B,
+    architecture="Qwen3MoeForCausalLM",
+    intermediate_size=768,
+    num_layers=48,
+    num_heads=32,
+    num_kv_heads=4,
+    windows=(None,) * 48,
+    tie_embeddings=False,
+    experts=ExpertsConfig(count=128, per_token=8, normalized=True),
 )
 
 
@@ -117,6 +129,10 @@ PLANS = {
         plan_of(LLAMA3_8B, dtype="bfloat16", pages=1024, platform="tpu", device_kind="TPU v5 lite"), FOUR
     ),
     "qwen3-1.7b-tp4": over(plan_of(QWEN3_1_7B, dtype="bfloat16", pages=1024, platform="tpu"), FOUR),
+    # With experts the layers are unrolled on TPUs as well.
+    "qwen3-30b-a3b, 2 layers": plan_of(
+        with_layers(QWEN3_30B_A3B, 2), dtype="bfloat16", pages=1024, platform="tpu"
+    ),
     "smollm2" + H100: plan_of(SMOLLM2, dtype="bfloat16", pages=1024, platform="gpu"),
     "smollm2-int8-kv" + H100: plan_of(SMOLLM2, dtype="bfloat16", kv_dtype="int8", pages=1024, platform="gpu"),
     "llama3-8b" + H100: plan_of(LLAMA3_8B, dtype="bfloat16", pages=1024, platform="gpu"),

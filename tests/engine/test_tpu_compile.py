@@ -30,6 +30,7 @@ STEPS = [
     ("llama3-8b-tp4", "step/16"),
     ("qwen3-1.7b-tp4", "step/64"),
     pytest.param("llama3-8b", "step/512", marks=pytest.mark.full),
+    *(pytest.param("qwen3-30b-a3b, 2 layers", f"step/{n}", marks=pytest.mark.full) for n in (1, 16)),
     *(
         pytest.param(plan, f"step/{2**i}", marks=pytest.mark.full)
         for plan, usual in (("llama3-8b-tp4", 4), ("qwen3-1.7b-tp4", 6))
