@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import defaultdict
+from collections.abc import Sequence
 
 from jkv.cache.keys import KEY_BYTES
 from jkv.cache.pages import Tier
@@ -38,23 +40,24 @@ class SharedL3:
         self._etcd, self._cluster = etcd, cluster
         self._recorded: dict[StoreRef, str] = {}  # the writing engine's id, of what was read from etcd
 
-    def readable(self, engine: Engine) -> tuple[str, ...]:
-        """Holders, in the index, of L3 pages that this engine can read and does not tell of."""
-        store = self._store(engine.name)
-        if store is None:
-            return ()
-        away = {one.name: one for one in self._fleet.engines if not one.synced}
-        told = [
-            one.holder
-            for one in away.values()
-            if (other := self._store(one.name)) is not None and other.token == store.token
-        ]
-        recorded = [
-            _holder(shard)
-            for shard, writer in self._recorded.items()
-            if shard.token == store.token and not self._follows(writer)
-        ]
-        return (*told, *recorded)
+    def readable(self, engines: Sequence[Engine]) -> list[tuple[str, ...]]:
+        """For each of these, holders, in the index, of L3 pages that it can read and does not tell of."""
+        holders = self._by_token()
+        if not holders:
+            return [()] * len(engines)
+        stores = [self._store(engine.name) for engine in engines]
+        return [() if store is None else tuple(holders[store.token]) for store in stores]
+
+    def _by_token(self) -> defaultdict[str, list[str]]:
+        """Holders of what engines that are away have written, by the store's token."""
+        holders: defaultdict[str, list[str]] = defaultdict(list)
+        for engine in self._fleet.engines:
+            if not engine.synced and (store := self._store(engine.name)) is not None:
+                holders[store.token].append(engine.holder)
+        for shard, writer in self._recorded.items():
+            if not self._follows(writer):
+                holders[shard.token].append(_holder(shard))
+        return holders
 
     async def run(self) -> None:
         """Reads the record once, and forgets it when it has served; until cancelled."""

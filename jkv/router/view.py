@@ -12,6 +12,8 @@ from jkv.router.policy import Choice, policy
 from jkv.router.routing import Prompt, Routing, Target
 from jkv.router.score import EngineScore
 
+SharedHolders = Callable[[Sequence[Engine]], Sequence[tuple[str, ...]]]
+
 
 class View:
     """The index by engine, and the policy. Owner: the event loop.
@@ -21,8 +23,8 @@ class View:
 
     def __init__(self, policy_name: str) -> None:
         self._routing = Routing(policy(policy_name))
-        # Other holders whose L3 pages an engine can read too.
-        self.shared_l3: Callable[[Engine], tuple[str, ...]] = lambda engine: ()
+        # For each of some engines, other holders whose L3 pages it can read too.
+        self.shared_l3: SharedHolders = lambda engines: [()] * len(engines)
         self._index = self._routing.index
 
     @property
@@ -109,9 +111,9 @@ class View:
                 name=engine.holder,
                 loads=engine.loads,
                 page_bytes=_describe(engine).page_bytes,
-                shared_l3=self.shared_l3(engine),
+                shared_l3=shared,
             )
-            for engine in engines
+            for engine, shared in zip(engines, self.shared_l3(engines), strict=True)
         ]
 
 
