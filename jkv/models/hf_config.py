@@ -105,7 +105,7 @@ def _why(config: Mapping[str, Any]) -> str:
     if any(name in config for name in _LINEAR_ATTENTION_FIELDS):
         return " (linear-attention and state-space models are out of scope)"
     if any(config.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
-        return " (mixture of experts)"
+        return " (another kind of mixture of experts)"
     if "vision_config" in config or "audio_config" in config:
         return " (images and audio are out of scope)"
     return ""
