@@ -26,7 +26,8 @@ def plan_for(
     `devices` share the model; on CPU one need not be given.
 
     Raises:
-        ConfigError: a flag that does not fit the model, or fewer devices than `--tp`.
+        ConfigError: a flag that does not fit the model or the device, or fewer devices than `--tp`.
+        UnsupportedModelError: heads that the device's attention cannot take.
     """
     check_tp(config.tp, model)
     return ProgramPlan(

@@ -84,6 +84,8 @@ class ProgramPlan:
         assert self.pool.tp == tp_of(self.mesh)
         assert (self.tpu is not None) == (self.platform == "tpu")
         assert (self.gpu is not None) == (self.platform == "gpu")
+        # Refuses what the platform's kernel cannot do before anything is loaded.
+        _ = self.attention
 
     def abstract_pool(self) -> KvArrays[jax.ShapeDtypeStruct]:
         """Shapes, dtypes and shardings of the KV pool."""

@@ -10,6 +10,7 @@ import pytest
 
 from jkv.cache.pages import Tier
 from jkv.engine.programs import programs
+from jkv.errors import ConfigError, UnsupportedModelError
 from tests.engine import test_gpu_compile, test_tpu_compile
 from tests.engine.conftest import Tiny
 from tests.engine.harness import random_prompt, request
@@ -32,6 +33,17 @@ def test_batch_invariant_programs_multiply_every_number_of_rows_alike() -> None:
 def test_other_platforms_choose_the_order_themselves() -> None:
     plan = PLANS["smollm2"]
     assert not any(plan.weights_first(rows) for rows in plan.token_buckets)
+
+
+def test_a_plan_is_refused_whose_attention_no_kernel_does() -> None:
+    assert plan_of(SMOLLM2, dtype="bfloat16", pages=16, platform="tpu").attention.kernel == "mosaic"
+    with pytest.raises(ConfigError, match="--kv-dtype int8, --page-size 16 with 3 KV heads"):
+        plan_of(SMOLLM2, dtype="bfloat16", kv_dtype="int8", page_size=16, pages=16, platform="tpu")
+    odd = dataclasses.replace(SMOLLM2, head_dim=96)
+    with pytest.raises(UnsupportedModelError, match="head_dim 96 with 3 KV heads"):
+        plan_of(odd, dtype="bfloat16", pages=16, platform="tpu")
+    with pytest.raises(ConfigError, match="TPU v3"):
+        plan_of(SMOLLM2, dtype="bfloat16", pages=16, platform="tpu", device_kind="TPU v3")
 
 
 class _Recorded(dict[str, Callable[..., Any]]):
