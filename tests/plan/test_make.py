@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -81,6 +82,12 @@ def test_the_table_says_what_the_plan_is(plan: Plan) -> None:
     assert f"--l1-pages could be {plan.most_pages:,}" in text
     assert "fits: " in text
     assert json.loads(report.as_json(plan))["memory"]["l1"] == plan.memory.l1
+
+
+def test_a_plan_that_the_compiler_contradicts_says_so(plan: Plan) -> None:
+    memory = dataclasses.replace(plan.memory, needed=plan.memory.total + 1)
+    text = report.as_text(dataclasses.replace(plan, memory=memory))
+    assert "DOES NOT FIT: the programs compiled with this L1 need 8.000 GiB of 8.000" in text
 
 
 _STEPS = ("--max-num-seqs", "2", "--max-batched-tokens", "16")

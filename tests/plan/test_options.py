@@ -4,6 +4,7 @@ import pytest
 
 from jkv import flags
 from jkv.errors import ConfigError
+from jkv.plan.__main__ import main
 from jkv.plan.options import PlanOptions
 
 
@@ -28,3 +29,8 @@ def test_a_plan_has_the_flags_of_the_server_that_it_is_for() -> None:
 def test_what_a_server_would_refuse_is_refused(argv: tuple[str, ...], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         parse(*argv)
+
+
+def test_unusable_flags_end_it_with_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--tp", "0"]) == 2
+    assert capsys.readouterr().err == "error: --tp 0: must be 1 or more\n"
