@@ -1,4 +1,4 @@
-"""`python -m jkv.bench serving|interference|cached|multiturn|tiers|trace|router|cluster|attention ...`."""
+"""`python -m jkv.bench BENCHMARK ...`; without one it lists them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,18 @@ from functools import partial
 from typing import Any
 
 from jkv import flags
-from jkv.bench import attention, cached, cluster, interference, multiturn, router, serving, tiers, trace
+from jkv.bench import (
+    attention,
+    cached,
+    cluster,
+    device_check,
+    interference,
+    multiturn,
+    router,
+    serving,
+    tiers,
+    trace,
+)
 from jkv.bench.calibrate import calibrate
 from jkv.bench.cluster_real import measure
 from jkv.bench.drive import Target, connected
@@ -62,6 +73,11 @@ async def _cluster(options: cluster.ClusterOptions) -> Measured:
 
 async def _attention(options: attention.AttentionOptions) -> Measured:
     report, subject = await asyncio.to_thread(attention.run, options)
+    return Measured(report=report, subject=subject)
+
+
+async def _device_check(options: device_check.DeviceCheckOptions) -> Measured:
+    report, subject = await device_check.run(options)
     return Measured(report=report, subject=subject)
 
 
@@ -118,6 +134,11 @@ _BENCHMARKS = {
         options=attention.AttentionOptions,
         run=_attention,
         description="Time this device's attention kernel beside a copy in the same memory.",
+    ),
+    "device_check": _Benchmark(
+        options=device_check.DeviceCheckOptions,
+        run=_device_check,
+        description="Check this device's kernel, copies and cache tiers; print a table in Markdown.",
     ),
     "cluster": _Benchmark(
         options=cluster.ClusterOptions,

@@ -60,7 +60,7 @@ def measure(options: AttentionOptions) -> tuple[list[Timing], str]:
         ConfigError: a shape that the device's kernel refuses.
         UnsupportedModelError: likewise.
     """
-    plan = _plan(options)
+    plan = plan_of(options)
     spec = plan.attention
     cases = [
         case
@@ -74,7 +74,7 @@ def measure(options: AttentionOptions) -> tuple[list[Timing], str]:
     return timings, f"{spec.kernel} on {jax.devices()[0].device_kind}"
 
 
-def _plan(options: AttentionOptions) -> ProgramPlan:
+def plan_of(options: AttentionOptions) -> ProgramPlan:
     """As an engine would have it for a model of one such layer."""
     longest = options.lengths[-1]
     model = ModelConfig(
