@@ -52,6 +52,11 @@ class _ModelConfig:
         minimum=1,
         help="devices that share the model (tensor parallelism), each with a part of the heads and layers",
     )
+    ep: bool = flag(
+        False,
+        group=_MODEL,
+        help="with --tp, give each device some whole experts of a mixture, not a part of each",
+    )
     load_workers: int = flag(
         4, group=_MODEL, minimum=1, maximum=64, help="threads that read the checkpoint's tensors"
     )

@@ -165,6 +165,7 @@ def _load(
         stacked=not plan.unroll_layers,
         workers=config.load_workers,
         mesh=plan.mesh,
+        whole_experts=plan.whole_experts,
         progress=lambda done: progress(f"loading weights {done:.0%}"),
     )
     progress(f"loaded weights in {time.monotonic() - started:.1f} s")

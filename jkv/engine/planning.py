@@ -16,7 +16,7 @@ from jkv.kernels.gpu_blocks import GpuChip
 from jkv.kernels.kv_pool import PoolShape, stored_dtype
 from jkv.kernels.tpu_blocks import TpuChip
 from jkv.models.config import ModelConfig
-from jkv.models.sharding import check_tp, device_mesh
+from jkv.models.sharding import check_experts, check_tp, device_mesh
 
 
 def plan_for(
@@ -30,6 +30,8 @@ def plan_for(
         UnsupportedModelError: heads that the device's attention cannot take.
     """
     check_tp(config.tp, model)
+    if config.ep:
+        check_experts(config.tp, model)
     return ProgramPlan(
         platform=platform,
         config=model,
@@ -50,6 +52,7 @@ def plan_for(
         tpu=TpuChip.of(devices[0]) if platform == "tpu" else None,
         gpu=GpuChip.of(devices[0]) if platform == "gpu" else None,
         mesh=device_mesh(config.tp, devices),
+        whole_experts=config.ep,
     )
 
 

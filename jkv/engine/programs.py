@@ -64,8 +64,8 @@ class ProgramPlan:
 
     `batch_invariant` leaves out the buckets and block sizes whose rows would round differently: a product of
     one row, and key blocks that differ between prefill and decode. `mesh` has the devices that share the
-    model, as many as `pool.tp`; None is one device. `tpu` and `gpu` are what kernels are cut for where the
-    platform is one.
+    model, as many as `pool.tp`; None is one device. With `whole_experts` each has some of a mixture's, else a
+    part of each. `tpu` and `gpu` are what kernels are cut for where the platform is one.
     """
 
     platform: Platform
@@ -79,6 +79,7 @@ class ProgramPlan:
     tpu: TpuChip | None = None
     gpu: GpuChip | None = None
     mesh: DeviceMesh | None = None
+    whole_experts: bool = False
 
     def __post_init__(self) -> None:
         assert self.pool.tp == tp_of(self.mesh)
@@ -198,7 +199,13 @@ def table_width(max_model_len: int, page_size: int) -> int:
 
 def programs(plan: ProgramPlan) -> Iterator[Program]:
     """All programs of a plan, cheapest to compile first."""
-    params = abstract_params(plan.config, plan.dtype, stacked=not plan.unroll_layers, mesh=plan.mesh)
+    params = abstract_params(
+        plan.config,
+        plan.dtype,
+        stacked=not plan.unroll_layers,
+        mesh=plan.mesh,
+        whole_experts=plan.whole_experts,
+    )
     yield _admit_program(plan)
     for count in plan.page_buckets:
         yield _gather_program(plan, count)
@@ -248,6 +255,7 @@ def _step_program(plan: ProgramPlan, params: Params, tokens: int) -> Program:
         unroll_layers=plan.unroll_layers,
         weights_first=plan.weights_first(tokens),
         expert_block=plan.expert_block(tokens),
+        whole_experts=plan.whole_experts,
     )
     layout = plan.step_layout(tokens)
 

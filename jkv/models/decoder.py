@@ -27,7 +27,8 @@ class StepShape:
     attention: AttentionSpec
     unroll_layers: bool
     weights_first: bool  # see jkv.models.layers.product
-    expert_block: int | None  # see jkv.models.experts
+    expert_block: int | None  # see jkv.models.experts.SparseMLP
+    whole_experts: bool
 
 
 @jax.tree_util.register_dataclass
@@ -134,7 +135,14 @@ class DecoderLayer(nnx.Module):
         first = shape.weights_first
         if isinstance(self.mlp, MLP):
             return self.mlp(x, weights_first=first)
-        return self.mlp(x, context.tokens, weights_first=first, block=shape.expert_block)
+        return self.mlp(
+            x,
+            context.tokens,
+            weights_first=first,
+            block=shape.expert_block,
+            mesh=shape.attention.mesh,
+            whole_experts=shape.whole_experts,
+        )
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

@@ -18,8 +18,10 @@ from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 
+from jkv.kernels.mesh import TP, WHOLE, DeviceMesh
 from jkv.models.config import Activation, ExpertsConfig, ModelConfig
 from jkv.models.layers import Linear, activate, product
+from jkv.models.sharding import expert_partition
 
 _LARGEST_BLOCK = 64
 # Rows of products of one shape have the same bits wherever they stand.
@@ -37,28 +39,62 @@ class SparseMLP(nnx.Module):
         self.experts = Experts(config, dtype)
 
     def __call__(
-        self, x: jax.Array, tokens: jax.Array, *, weights_first: bool, block: int | None
+        self,
+        x: jax.Array,
+        tokens: jax.Array,
+        *,
+        weights_first: bool,
+        block: int | None,
+        mesh: DeviceMesh | None = None,
+        whole_experts: bool = False,
     ) -> jax.Array:
         """`[T, hidden] -> [T, hidden]`; rows from `tokens` on are padding, go to no expert and give zeros.
 
         Args:
             block: the rows that the loop multiplies at a time, or None for the ragged product.
+            mesh: devices that have a part of each expert, or `whole_experts`, as many each.
         """
         weights, chosen = self._route(x, weights_first=weights_first)
         used = (jnp.arange(x.shape[0]) < tokens)[:, None]
-        # Padding sorts behind every expert.
         expert = jnp.where(used, chosen, self.count).reshape(-1)
+        # What stands in the padding may be NaN, and its weights with it.
+        weights = jnp.where(used, weights, 0)
+        if mesh is None:
+            return self._weighted(x, weights, expert, self.experts, block)
+        definition, parts = nnx.split(self.experts)
+
+        def local(x: jax.Array, weights: jax.Array, expert: jax.Array, state: nnx.State) -> jax.Array:
+            experts = nnx.merge(definition, state)
+            first = lax.axis_index(TP) * experts.count if whole_experts else 0
+            return lax.psum(self._weighted(x, weights, expert - first, experts, block), TP)
+
+        split = jax.tree.map_with_path(
+            lambda path, _: expert_partition(str(path[0].key), whole=whole_experts), parts
+        )
+        over_devices = jax.shard_map(
+            local, mesh=mesh, in_specs=(WHOLE, WHOLE, WHOLE, split), out_specs=WHOLE, check_vma=False
+        )
+        return over_devices(x, weights, expert, parts)
+
+    def _weighted(
+        self, x: jax.Array, weights: jax.Array, expert: jax.Array, experts: Experts, block: int | None
+    ) -> jax.Array:
+        """What these experts add to the result; `expert`, `[T * per_token]`, may also be none of them."""
+        here = (expert >= 0) & (expert < experts.count)
+        # What is not for them sorts behind them.
+        expert = jnp.where(here, expert, experts.count)
         order = jnp.argsort(expert, stable=True)
         # A sum where bincount would scatter, for which XLA:TPU's compiler overflows its stack in some steps.
-        sizes = jnp.sum(expert[:, None] == jnp.arange(self.count), axis=0, dtype=jnp.int32)
+        sizes = jnp.sum(expert[:, None] == jnp.arange(experts.count), axis=0, dtype=jnp.int32)
         rows = x[order // self.per_token]
-        out = self.experts.ragged(rows, sizes) if block is None else self.experts.loop(rows, sizes, block)
-        by_token = out[jnp.argsort(order)].reshape(x.shape[0], self.per_token, -1)
+        out = experts.ragged(rows, sizes) if block is None else experts.loop(rows, sizes, block)
+        out = jnp.where(here[:, None], out[jnp.argsort(order)], 0)
+        by_token = out.reshape(x.shape[0], self.per_token, -1)
         # Added one after the other: the order of a reduction could depend on its shape.
         total = by_token[:, 0] * weights[:, :1]
         for i in range(1, self.per_token):
             total += by_token[:, i] * weights[:, i : i + 1]
-        return jnp.where(used, total, 0)
+        return total
 
     def _route(self, x: jax.Array, *, weights_first: bool) -> tuple[jax.Array, jax.Array]:
         """Weights `[T, per_token]` in x's dtype and expert numbers, likeliest first."""
@@ -88,6 +124,11 @@ class Experts(nnx.Module):
         self.up_proj = ExpertLinear(count, size, inner, dtype)
         self.down_proj = ExpertLinear(count, inner, size, dtype)
         self.activation: Activation = config.activation
+
+    @property
+    def count(self) -> int:
+        """How many there are, on this device where several have them."""
+        return self.gate_proj.weight.shape[0]
 
     def ragged(self, rows: jax.Array, sizes: jax.Array) -> jax.Array:
         """All experts at once."""

@@ -50,9 +50,14 @@ def layer_definition(config: ModelConfig, dtype: DTypeLike) -> tuple[nnx.GraphDe
 
 
 def abstract_params(
-    config: ModelConfig, dtype: DTypeLike, *, stacked: bool, mesh: DeviceMesh | None = None
+    config: ModelConfig,
+    dtype: DTypeLike,
+    *,
+    stacked: bool,
+    mesh: DeviceMesh | None = None,
+    whole_experts: bool = False,
 ) -> Params:
-    """Shapes, dtypes and, with a mesh, shardings of every parameter."""
+    """Shapes, dtypes and, with a mesh, shardings of every parameter (see `jkv.models.sharding`)."""
     config = widened(config, tp_of(mesh))
     _, layer = layer_definition(config, dtype)
 
@@ -60,7 +65,8 @@ def abstract_params(
         return jax.ShapeDtypeStruct(shape, dtype, sharding=tensor_sharding(name, shape, mesh))
 
     def layer_struct(path: tuple[Any, ...], x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        sharding = tensor_sharding(_tensor_name(0, path), x.shape, mesh, stacked=stacked)
+        name = _tensor_name(0, path)
+        sharding = tensor_sharding(name, x.shape, mesh, stacked=stacked, whole_experts=whole_experts)
         shape = (config.num_layers, *x.shape) if stacked else x.shape
         return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
 
@@ -82,6 +88,7 @@ def load_params(
     stacked: bool,
     workers: int,
     mesh: DeviceMesh | None = None,
+    whole_experts: bool = False,
     progress: Callable[[float], None] = lambda done: None,
 ) -> Params:
     """Reads a checkpoint into device arrays, several tensors at once; with a mesh, each device only gets its
@@ -109,7 +116,7 @@ def load_params(
 
     def read_placed(name: str) -> jax.Array:
         array = read(name)
-        return place(array, tensor_sharding(name, array.shape, mesh))
+        return place(array, tensor_sharding(name, array.shape, mesh, whole_experts=whole_experts))
 
     # Stacked leaves are assembled on the host first: the device never holds a layer twice.
     get = read if stacked else read_placed
@@ -128,7 +135,8 @@ def load_params(
     )
     if mesh is None:
         return jax.block_until_ready(jax.device_put(params))
-    places = shardings(abstract_params(config, dtype, stacked=stacked, mesh=mesh))
+    abstract = abstract_params(config, dtype, stacked=stacked, mesh=mesh, whole_experts=whole_experts)
+    places = shardings(abstract)
     return jax.block_until_ready(jax.tree.map(place, params, places) if stacked else params)
 
 

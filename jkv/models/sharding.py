@@ -78,11 +78,26 @@ def widened_tensor(name: str, array: np.ndarray, config: ModelConfig, tp: int) -
     return np.pad(array, [(0, missing if i == axis else 0) for i in range(array.ndim)])
 
 
-def partition(name: str, shape: tuple[int, ...], tp: int) -> P:
+def check_experts(tp: int, config: ModelConfig) -> None:
+    """Raises ConfigError where `tp` devices cannot have as many whole experts each."""
+    if config.experts is None:
+        raise ConfigError("--ep: the model has no experts")
+    if tp == 1 or config.experts.count % tp:
+        raise ConfigError(f"--ep: --tp {tp} must be 2 or more and divide {config.experts.count} experts")
+
+
+def expert_partition(module: str, *, whole: bool) -> P:
+    """How the weights of one projection, `[experts, in, out]`, lie over the devices."""
+    if whole:
+        return P(TP)
+    return P(None, None, TP) if module in _BY_OUTPUT else P(None, TP)
+
+
+def partition(name: str, shape: tuple[int, ...], tp: int, *, whole_experts: bool = False) -> P:
     """How a tensor of that name and widened shape lies over the devices."""
     *_, module, kind = name.split(".")
-    if ".experts." in name:  # [experts, in, out]
-        return P(None, None, TP) if module in _BY_OUTPUT else P(None, TP)
+    if ".experts." in name:
+        return expert_partition(module, whole=whole_experts)
     if module in _BY_OUTPUT:
         return P(TP)
     if module in _BY_INPUT and kind == "weight":
@@ -93,14 +108,19 @@ def partition(name: str, shape: tuple[int, ...], tp: int) -> P:
 
 
 def tensor_sharding(
-    name: str, shape: tuple[int, ...], mesh: DeviceMesh | None, *, stacked: bool = False
+    name: str,
+    shape: tuple[int, ...],
+    mesh: DeviceMesh | None,
+    *,
+    stacked: bool = False,
+    whole_experts: bool = False,
 ) -> Any:
     """Where a tensor goes, None without a mesh. `stacked` ones have an axis of layers before those of
-    `shape`.
+    `shape`. With `whole_experts` a device has some of a mixture's, else a part of each.
     """
     if mesh is None:
         return None
-    spec = partition(name, shape, tp_of(mesh))
+    spec = partition(name, shape, tp_of(mesh), whole_experts=whole_experts)
     return NamedSharding(mesh, P(None, *spec) if stacked else spec)
 
 

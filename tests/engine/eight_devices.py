@@ -58,23 +58,24 @@ def _mesh(tp: int) -> Mesh:
 
 
 @pytest.mark.parametrize(
-    ("model", "widths"),
+    ("model", "widths", "flags"),
     [
-        pytest.param("llama_wide_heads", (4, 2), id="heads"),
-        pytest.param("llama3", (4, 1), id="copies-of-kv-heads"),
-        pytest.param("llama_wide_heads", (1, 8, 4, 2, 1), marks=full, id="heads-every-width"),
-        pytest.param("llama_mha_tied", (2, 1), marks=full, id="tied"),
-        pytest.param("qwen2", (2, 1), marks=full, id="biases"),
-        pytest.param("gemma2", (4, 2), marks=full, id="soft-caps"),
-        pytest.param("qwen3_moe", (4, 2), marks=full, id="experts"),
+        pytest.param("llama_wide_heads", (4, 2), {}, id="heads"),
+        pytest.param("llama3", (4, 1), {}, id="copies-of-kv-heads"),
+        pytest.param("llama_wide_heads", (1, 8, 4, 2, 1), {}, marks=full, id="heads-every-width"),
+        pytest.param("llama_mha_tied", (2, 1), {}, marks=full, id="tied"),
+        pytest.param("qwen2", (2, 1), {}, marks=full, id="biases"),
+        pytest.param("gemma2", (4, 2), {}, marks=full, id="soft-caps"),
+        pytest.param("qwen3_moe", (4, 2), {}, marks=full, id="parts-of-experts"),
+        pytest.param("qwen3_moe", (4, 2), {"ep": True}, marks=full, id="whole-experts"),
     ],
 )
 def test_each_width_gives_the_golden_tokens_and_reads_what_the_others_wrote(
-    tmp_path: Path, model: str, widths: tuple[int, ...]
+    tmp_path: Path, model: str, widths: tuple[int, ...], flags: dict[str, Any]
 ) -> None:
     written: list[str] = []
     for tp in widths:
-        bench, own = _engine(model, tmp_path, tp=tp), f"the {len(written)}th, on {tp}"
+        bench, own = _engine(model, tmp_path, tp=tp, **flags), f"the {len(written)}th, on {tp}"
         for number in range(CASES_PER_MODEL):
             case = tiny_case(model, number)
             r = request(case.prompt_ids, len(case.greedy_ids))

@@ -10,8 +10,17 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jkv.errors import ConfigError
+from jkv.models.config import ExpertsConfig
 from jkv.models.params import tensor_names
-from jkv.models.sharding import check_tp, device_mesh, partition, possible_tp, widened, widened_tensor
+from jkv.models.sharding import (
+    check_experts,
+    check_tp,
+    device_mesh,
+    partition,
+    possible_tp,
+    widened,
+    widened_tensor,
+)
 from tests.engine.plans import LLAMA3_8B, SMOLLM2
 
 _ODD = dataclasses.replace(SMOLLM2, hidden_size=4, head_dim=2, intermediate_size=10, num_layers=1)
@@ -67,6 +76,21 @@ def test_padding_adds_nothing() -> None:
     ]
     assert [w.shape for w in wide] == [(18, 4), (18, 4), (4, 18)]
     assert mlp(*wide) == pytest.approx(mlp(gate, up, down))
+
+
+def test_experts_are_cut_or_dealt_out() -> None:
+    mixture = dataclasses.replace(SMOLLM2, experts=ExpertsConfig(count=6, per_token=2, normalized=True))
+    check_experts(3, mixture)
+    with pytest.raises(ConfigError, match=r"^--ep: --tp 9 must be 2 or more and divide 6 experts$"):
+        check_experts(9, mixture)
+    with pytest.raises(ConfigError, match=r"^--ep: --tp 1 must be 2 or more"):
+        check_experts(1, mixture)
+    with pytest.raises(ConfigError, match=r"^--ep: the model has no experts"):
+        check_experts(3, SMOLLM2)
+    gate, down = (f"model.layers.0.mlp.experts.{n}.weight" for n in ("gate_proj", "down_proj"))
+    assert partition(gate, (6, 4, 8), 2) == P(None, None, "tp")
+    assert partition(down, (6, 8, 4), 2) == P(None, "tp")
+    assert partition(gate, (6, 4, 8), 2, whole_experts=True) == P("tp")
 
 
 @pytest.mark.parametrize(
