@@ -119,7 +119,7 @@ def model_config(spec: str, *, progress: bool = True) -> tuple[str, ModelConfig]
         ConfigError, UnsupportedModelError: as `resolve_model` and `open_checkpoint`.
     """
     path = Path(spec).expanduser()
-    if path.suffix == ".json" and path.is_file():
+    if path.suffix == ".json":
         return path.resolve().parent.name, from_hf(_json(path))
     files = resolve_model(spec, progress=progress, weights=False)
     return files.name, _read_config(files)

@@ -11,6 +11,7 @@ from jkv.plan.targets import TARGETS, Target
 
 # What decides an engine's programs and memory, with the meaning it has for `python -m jkv.serve`.
 _OF_SERVE = (
+    "ep",
     "dtype",
     "kv_dtype",
     "page_size",
@@ -44,6 +45,7 @@ class PlanOptions:
         default_text="as many of its chips as the model can be split over",
         help="chips that share the model",
     )
+    ep: bool = same_flag(ServeConfig, "ep")
     dtype: str = same_flag(ServeConfig, "dtype")
     kv_dtype: str = same_flag(ServeConfig, "kv_dtype")
     page_size: int = same_flag(ServeConfig, "page_size")

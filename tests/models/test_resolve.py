@@ -64,6 +64,11 @@ def test_a_config_is_read_without_weights(tmp_path: Path, tiny_gguf: ModelFiles)
     assert model_config(str(tiny_gguf.path)) == ("tiny", from_hf(config_json("llama3")))
 
 
+def test_a_missing_config_is_no_hub_model() -> None:
+    with pytest.raises(ConfigError, match=r"^nowhere/config.json cannot be read"):
+        model_config("nowhere/config.json")
+
+
 def test_of_a_hub_model_only_the_config_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
     def fetch(repository: str, *, allow_patterns: list[str]) -> str:
         assert allow_patterns == ["config.json", "generation_config.json"]

@@ -13,8 +13,9 @@ def parse(*argv: str) -> PlanOptions:
 
 
 def test_a_plan_has_the_flags_of_the_server_that_it_is_for() -> None:
-    serve = parse("--max-num-seqs", "4", "--max-batched-tokens", "32", "--kv-dtype", "int8").serve(2)
+    serve = parse("--max-num-seqs", "4", "--max-batched-tokens", "32", "--kv-dtype", "int8", "--ep").serve(2)
     assert (serve.tp, serve.max_num_seqs, serve.max_batched_tokens, serve.kv_dtype) == (2, 4, 32, "int8")
+    assert serve.ep
 
 
 @pytest.mark.parametrize(
