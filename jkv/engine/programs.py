@@ -165,7 +165,7 @@ class ProgramPlan:
     @property
     def _least_rows(self) -> int:
         """Two where one row would round differently, and where devices share the model: of an embedding split
-        over them XLA looks one row up in a copy of all, and one row's logits XLA:GPU does not compile.
+        over them XLA looks one row up in a copy of all.
         """
         return 2 if self.batch_invariant or self.mesh is not None else 1
 
@@ -176,8 +176,8 @@ class ProgramPlan:
 
     @property
     def sample_buckets(self) -> tuple[int, ...]:
-        """Row counts a sampling is padded to."""
-        return _powers(self._least_rows, self.max_num_seqs)
+        """Row counts a sampling is padded to. XLA:GPU does not compile one row's."""
+        return _powers(2 if self.platform == "gpu" else self._least_rows, self.max_num_seqs)
 
     @property
     def sample_rows(self) -> int:

@@ -41,7 +41,7 @@ STEPS = [
 SAMPLING = [
     (_LLAMA, "admit"),
     (_LLAMA, "sample/16"),
-    *in_full_runs("qwen3-1.7b", programs=("sample/1", "sample/16")),
+    *in_full_runs("qwen3-1.7b", programs=("sample/2", "sample/16")),
     *in_full_runs("llama3-8b-tp4", programs=("sample/2", "sample/16")),
 ]
 TRANSFERS = [
