@@ -124,8 +124,8 @@ class TpuWork:
 
     def vmem_bytes(self, block: BlockSize) -> int:
         """What a kernel takes: queries and outputs, each twice; pages, twice; the running softmax; and for
-        every row and key of a step the logits, what is seen of them, their weights and these rounded. Products
-        of float32 take each operand apart into three of bfloat16.
+        every row and key of a step the logits, what is seen of them, their weights and these rounded.
+        Products of float32 take each operand apart into three of bfloat16.
         """
         heads = self.heads
         rows = _whole(heads.group * block.queries, 2 * _SUBLANES)
