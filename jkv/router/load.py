@@ -159,7 +159,9 @@ class EngineLoads:
 
         Those prompts are whole, so that with a page all before it are coming too: a binary search is right.
         """
-        low, high = 0, len(pages)
+        if not pages or pages[0] not in self._coming:
+            return 0
+        low, high = 1, len(pages)
         while low < high:
             middle = (low + high) // 2
             if pages[middle] in self._coming:

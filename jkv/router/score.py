@@ -92,16 +92,15 @@ class EngineScore(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Fleet:
-    """Typical speeds, for engines that have not measured theirs, and to tell noise from difference; how many
-    requests wait at an engine, and how busy it is, on average.
+    """Typical speeds, for engines that have not measured theirs, and to tell noise from difference; and how
+    many requests are expected behind one at any engine, beside those that wait there.
     """
 
     prefill: float
     l2: float
     l3: float
     slot_s: float
-    waiting: float
-    busy: float
+    behind: float
 
 
 def score(candidates: Sequence[Candidate], prompt_tokens: int, page_size: int) -> list[EngineScore]:
@@ -113,13 +112,14 @@ def score(candidates: Sequence[Candidate], prompt_tokens: int, page_size: int) -
 def _fleet(candidates: Sequence[Candidate]) -> _Fleet:
     reports = [candidate.report for candidate in candidates]
     reported = _typical([report.prefill_tokens_per_s for report in reports], _PREFILL_TOKENS_PER_S)
+    waiting = sum(map(_waiting, candidates)) / len(candidates)
+    busy = min(sum([candidate.busy for candidate in candidates]) / len(candidates), _MOST_BUSY)
     return _Fleet(
         prefill=_typical([candidate.prefill_tokens_per_s for candidate in candidates], reported),
         l2=_typical([report.l2_bytes_per_s for report in reports], _L2_BYTES_PER_S),
         l3=_typical([report.l3_bytes_per_s for report in reports], _L3_BYTES_PER_S),
         slot_s=_typical([candidate.slot_s for candidate in candidates], _SLOT_S),
-        waiting=sum(map(_waiting, candidates)) / len(candidates),
-        busy=sum(candidate.busy for candidate in candidates) / len(candidates),
+        behind=_IN_ANY_CASE + busy / (1 - busy) + _ELSEWHERE * waiting,
     )
 
 
@@ -134,21 +134,14 @@ def _speed(measured: float, typical: float) -> float:
 
 
 def _score(candidate: Candidate, prompt_tokens: int, page_size: int, fleet: _Fleet) -> EngineScore:
-    report, match = candidate.report, candidate.match
     prefill = _speed(candidate.prefill_tokens_per_s, fleet.prefill)
-    # The last token is computed even if its page is a hit, which then serves one token less.
-    limit = max(prompt_tokens - 1, 0)
-    l1_end = min(match.l1 * page_size, limit)
-    l2_end = min((match.l1 + match.l2) * page_size, limit)
-    l3_end = min(match.pages * page_size, limit)
-    coming = min(candidate.coming_pages * page_size, limit) - l3_end
-    l1, l2, l3 = l1_end + max(coming, 0), l2_end - l1_end, l3_end - l2_end
+    l1, l2, l3 = _cached(candidate, prompt_tokens, page_size)
     token_bytes = candidate.page_bytes / page_size
     load_s = 0.0
     if l2:
-        load_s += min(l2 * token_bytes / _speed(report.l2_bytes_per_s, fleet.l2), l2 / prefill)
+        load_s += min(l2 * token_bytes / _speed(candidate.report.l2_bytes_per_s, fleet.l2), l2 / prefill)
     if l3:
-        load_s += min(l3 * token_bytes / _speed(report.l3_bytes_per_s, fleet.l3), l3 / prefill)
+        load_s += min(l3 * token_bytes / _speed(candidate.report.l3_bytes_per_s, fleet.l3), l3 / prefill)
     return EngineScore(
         id=candidate.id,
         l1_tokens=l1,
@@ -158,16 +151,22 @@ def _score(candidate: Candidate, prompt_tokens: int, page_size: int, fleet: _Fle
         load_s=load_s,
         prefill_s=(prompt_tokens - l1 - l2 - l3) / prefill,
         token_s=1 / prefill,
-        behind=_behind(candidate, fleet),
+        behind=fleet.behind + (1 - _ELSEWHERE) * _waiting(candidate),
     )
 
 
-def _behind(candidate: Candidate, fleet: _Fleet) -> float:
-    """How many requests the work for this one will delay."""
-    busy = min(fleet.busy, _MOST_BUSY)
-    return (
-        _IN_ANY_CASE + busy / (1 - busy) + (1 - _ELSEWHERE) * _waiting(candidate) + _ELSEWHERE * fleet.waiting
-    )
+def _cached(candidate: Candidate, prompt_tokens: int, page_size: int) -> tuple[int, int, int]:
+    """The prompt's tokens that L1, L2 and L3 will serve."""
+    match = candidate.match
+    if not match.pages and not candidate.coming_pages:
+        return 0, 0, 0
+    # The last token is computed even if its page is a hit, which then serves one token less.
+    limit = max(prompt_tokens - 1, 0)
+    l1_end = min(match.l1 * page_size, limit)
+    l2_end = min((match.l1 + match.l2) * page_size, limit)
+    l3_end = min(match.pages * page_size, limit)
+    coming = min(candidate.coming_pages * page_size, limit) - l3_end
+    return l1_end + max(coming, 0), l2_end - l1_end, l3_end - l2_end
 
 
 def _waiting(candidate: Candidate) -> int:
