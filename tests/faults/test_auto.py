@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 import pytest
@@ -109,9 +110,9 @@ def test_a_disk_slower_than_computing_is_not_asked(auto: Auto) -> None:
 def test_a_disk_that_is_fast_again_is_found_so(auto: Auto) -> None:
     """It is tried now and then; nobody has to tell."""
 
-    def served() -> bool:
+    def served(number: int) -> bool:
         time.sleep(0.5)
-        return auto.from_disk(0).answer.tiers == {"l3": 29 * PAGE}
+        return auto.from_disk(number).answer.tiers == {"l3": 29 * PAGE}
 
-    wait_for(served, "the disk is used again", WAIT_S)
-    assert auto.from_disk(1).answer.tiers == {"l3": 29 * PAGE}
+    for number in range(2):  # a busy machine makes a single load late now and then
+        wait_for(partial(served, number), "the disk is used again", WAIT_S)
