@@ -181,12 +181,15 @@ def write_kv(
     pool_rows = layer * pages + batch.write_pages
     if pool.scales is None:
         return KvArrays(values=_write(pool.values, pool_rows, kept, rows, batch.write_offsets), scales=None)
+    tokens, width = rows.shape[0], pool.values.shape[2]
+    new_values, new_scales = quantize(rows.reshape(tokens, 2 * keys.shape[1], -1))
     return lax.platform_dependent(
         pool.values,
         pool.scales,
         pool_rows,
         kept,
-        rows,
+        new_values.reshape(tokens, width),
+        new_scales,
         batch.write_offsets,
         cuda=scatter_quantized,
         tpu=write_quantized_runs,
@@ -212,13 +215,13 @@ def _write_quantized(
     scales: jax.Array,
     pool_rows: jax.Array,
     kept: jax.Array,
-    kv: jax.Array,
+    new_values: jax.Array,
+    new_scales: jax.Array,
     offsets: jax.Array,
 ) -> KvArrays[jax.Array]:
-    """Token by token: XLA:TPU copies a whole pool of int8 for a scatter into it, and to read a row of it."""
-    tokens, heads = kv.shape[0], 2 * kv.shape[1]
-    page_size, width = values.shape[1:]
-    new_values, new_scales = quantize(kv.reshape(tokens, heads, -1))
+    """Writes int8 `[T, width]` and their scales `[T, heads]` token by token, in place."""
+    tokens, heads = new_scales.shape
+    _, page_size, width = values.shape
     (tokens_kept,) = jnp.nonzero(kept, size=tokens)
 
     def write(i: jax.Array, pool: KvArrays[jax.Array]) -> KvArrays[jax.Array]:
@@ -242,17 +245,16 @@ def scatter_quantized(
     scales: jax.Array,
     pool_rows: jax.Array,
     kept: jax.Array,
-    kv: jax.Array,
+    new_values: jax.Array,
+    new_scales: jax.Array,
     offsets: jax.Array,
 ) -> KvArrays[jax.Array]:
     """As `_write_quantized`, all tokens at once: on GPUs kernels too small cost more than what they move."""
-    tokens, heads = kv.shape[0], 2 * kv.shape[1]
-    _, page_size, width = values.shape
-    new_values, new_scales = quantize(kv.reshape(tokens, heads, -1))
+    page_size, heads = values.shape[1], new_scales.shape[1]
     rows = jnp.where(kept, pool_rows, values.shape[0])
     columns = jnp.arange(heads) * page_size + offsets[:, None]
     return KvArrays(
-        values=values.at[rows, offsets].set(new_values.reshape(tokens, width), mode="drop"),
+        values=values.at[rows, offsets].set(new_values, mode="drop"),
         scales=scales.at[rows[:, None], columns].set(new_scales, mode="drop"),
     )
 
@@ -262,18 +264,19 @@ def write_quantized_runs(
     scales: jax.Array,
     pool_rows: jax.Array,
     kept: jax.Array,
-    kv: jax.Array,
+    new_values: jax.Array,
+    new_scales: jax.Array,
     offsets: jax.Array,
 ) -> KvArrays[jax.Array]:
     """As `_write_quantized`, page by page: tokens that follow each other in one are merged into a copy of it.
-    On TPUs a loop's turn costs more than to move a page.
+    XLA:TPU copies a whole pool of int8 for a scatter into it, and a loop's turn costs it more than to move a
+    page.
     """
-    tokens, heads = kv.shape[0], 2 * kv.shape[1]
+    tokens, heads = new_scales.shape
     _, page_size, width = values.shape
-    new_values, new_scales = quantize(kv.reshape(tokens, heads, -1))
     # Whatever a run's offset, a page's worth of tokens can be sliced so that the run lies where it is to go.
     around = ((page_size, page_size), (0, 0))
-    new_values = jnp.pad(new_values.reshape(tokens, width), around)
+    new_values = jnp.pad(new_values, around)
     new_scales = jnp.pad(new_scales, around)
     joins = (pool_rows[1:] == pool_rows[:-1]) & (offsets[1:] == offsets[:-1] + 1) & kept[1:] & kept[:-1]
     (firsts,) = jnp.nonzero(kept.at[1:].set(kept[1:] & ~joins), size=tokens)

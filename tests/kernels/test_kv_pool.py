@@ -90,11 +90,11 @@ def test_int8_is_written_with_its_scales_and_read_back(
     assert np.array(load_kv(after, every_row)).tobytes() == want.tobytes()
 
     pages, offsets = jnp.asarray(batch.write_pages), jnp.asarray(batch.write_offsets)
-    kv = jnp.stack([keys, values], axis=2)
+    new = [x.reshape(len(targets), -1) for x in (steps, scales)]
     assert before.scales is not None
     for write in (scatter_quantized, write_quantized_runs):
         written = jax.jit(write)(
-            before.values, before.scales, layer * _PAGES + pages, pages < _PAGES, kv, offsets
+            before.values, before.scales, layer * _PAGES + pages, pages < _PAGES, *new, offsets
         )
         assert np.array(load_kv(written, every_row)).tobytes() == want.tobytes(), write
 
