@@ -7,15 +7,24 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-import jax
 import pytest
 
-from jkv.engine.programs import gather_name, programs, scatter_name
+from jkv.engine.programs import gather_name, scatter_name
 from jkv.plan.targets import find_libtpu
-from tests.engine.compile_for import COLLECTIVES, Needs, compile_for, in_every_run
-from tests.engine.plans import PLANS, V5E
-
-_MIB = 2**20
+from tests.engine.compile_for import (
+    COLLECTIVES,
+    MIB,
+    Compile,
+    Needs,
+    check_gather,
+    check_lowered,
+    check_sampling,
+    check_scatter,
+    check_step,
+    compile_for,
+    in_every_run,
+)
+from tests.engine.plans import V5E
 
 STEPS = [
     ("smollm2", "step/1"),
@@ -73,49 +82,34 @@ def moves(*names: Callable[[int], str]) -> list[Any]:
     return usual + rest
 
 
-Compile = Callable[[str, str], Needs | None]
-
-
 @pytest.mark.parametrize(("plan", "program"), STEPS)
 def test_a_step_writes_the_pool_in_place_and_makes_no_copy_of_it(
     needs: Compile, plan: str, program: str
 ) -> None:
-    pool = PLANS[plan].pool
     found = needs(plan, program)
     if found is not None:
-        size = pool.pages * pool.device_page_bytes
-        assert found["aliased"] == size
-        assert found["temporaries"] < min(32 * _MIB, size // 16)
-        assert "tpu_custom_call" in found["custom_calls"]
+        check_step(plan, found, kernel="tpu_custom_call", temporaries=32 * MIB)
 
 
 @pytest.mark.parametrize(("plan", "program"), SAMPLING)
 def test_sampling_keeps_its_state_in_place(needs: Compile, plan: str, program: str) -> None:
-    state = 16 * PLANS[plan].config.vocab_size * (4 + 1 + 4)
     found = needs(plan, program)
     if found is not None:
-        assert state <= found["aliased"] < 1.01 * state
-        assert found["temporaries"] < 32 * _MIB
+        check_sampling(plan, found, temporaries=32 * MIB)
 
 
 @pytest.mark.parametrize(("plan", "program"), moves(gather_name))
 def test_pages_are_gathered_into_host_memory(needs: Compile, plan: str, program: str) -> None:
-    pool = PLANS[plan].pool
-    moved = int(program.split("/")[1]) * pool.page_bytes // pool.tp
     found = needs(plan, program)
     if found is not None:
-        assert moved <= found["host_outputs"] < 1.01 * moved
-        assert found["outputs"] < 2**16  # the table of outputs
-        assert found["temporaries"] < 2 * moved
+        check_gather(plan, found, int(program.split("/")[1]))
 
 
 @pytest.mark.parametrize(("plan", "program"), moves(scatter_name))
 def test_pages_are_scattered_into_the_pool_in_place(needs: Compile, plan: str, program: str) -> None:
-    pool = PLANS[plan].pool
     found = needs(plan, program)
     if found is not None:
-        assert found["aliased"] == pool.pages * pool.device_page_bytes
-        assert found["temporaries"] < 4 * _MIB
+        check_scatter(plan, found)
 
 
 @pytest.mark.parametrize(("plan", "program"), [case for case in STEPS if "-tp4" in str(case)])
@@ -141,7 +135,7 @@ def needs(request: pytest.FixtureRequest) -> Compile:
     """What a program needs: alias and temporary bytes. None where it could only be lowered."""
     if find_libtpu() is None:
         warnings.warn("libtpu is not installed: programs are lowered for TPU, not compiled", stacklevel=1)
-        return _check_lowered
+        return lambda plan, program: check_lowered(plan, program, "tpu")
     selected = [i.callspec.params for i in request.session.items if i.path == request.path]  # type: ignore[attr-defined]
 
     @cache
@@ -154,10 +148,3 @@ def needs(request: pytest.FixtureRequest) -> Compile:
 
 def _target(plan: str) -> str:
     return "tpu-v5e:2x2" if plan.endswith(V5E) else "tpu-v6e:2x2"
-
-
-def _check_lowered(plan: str, name: str) -> None:
-    program = next(p for p in programs(PLANS[plan]) if p.name == name)
-    text = program.jitted().trace(*program.args).lower(lowering_platforms=("tpu",)).as_text()
-    donated = jax.tree.leaves([program.args[i] for i in program.donated])
-    assert text.count("tf.aliasing_output") == len(donated)
