@@ -54,8 +54,9 @@ class SharedL3:
         for engine in self._fleet.engines:
             if not engine.synced and (store := self._store(engine.name)) is not None:
                 holders[store.token].append(engine.holder)
+        followed = self._followed() if self._recorded else ()
         for shard, writer in self._recorded.items():
-            if not self._follows(writer):
+            if writer not in followed:
                 holders[shard.token].append(_holder(shard))
         return holders
 
@@ -84,7 +85,7 @@ class SharedL3:
 
     async def _take(self, piece: ShardPages) -> None:
         shard = piece.shard
-        if self._follows(shard.engine):
+        if shard.engine in self._followed():
             return
         self._recorded[shard.store] = shard.engine
         pages = self._view.holder(_holder(shard.store))
@@ -92,8 +93,9 @@ class SharedL3:
             pages.update(Tier.L3, piece.keys[start : start + _KEYS_AT_ONCE * KEY_BYTES], b"")
             await asyncio.sleep(0)
 
-    def _follows(self, name: str) -> bool:
-        return any(engine.name == name and engine.synced for engine in self._fleet.engines)
+    def _followed(self) -> set[str]:
+        """Engines that tell of their pages themselves."""
+        return {engine.name for engine in self._fleet.engines if engine.synced}
 
     def _store(self, name: str) -> StoreRef | None:
         member = self._membership.members.get(name)
