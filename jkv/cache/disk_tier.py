@@ -24,7 +24,7 @@ from jkv.cache.pages import PageInfo, Tier
 from jkv.cache.replica import StorePlace
 
 # Outcomes that speak against the store's health; the others are about one page, or about ourselves.
-_FAULTS = frozenset({Reason.IO, Reason.NO_SPACE, Reason.READ_ONLY})
+_FAULTS = frozenset({Reason.IO, Reason.NO_SPACE, Reason.READ_ONLY, Reason.TIMEOUT})
 # What is wrong with the bytes of a page, wherever it is read again.
 _BAD = frozenset({Reason.SIZE, Reason.CORRUPT, Reason.MISMATCH, Reason.VERSION})
 _PAGES_FAULT = _BAD | {Reason.MISSING}

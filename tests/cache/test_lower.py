@@ -273,14 +273,15 @@ class TestFaults:
         assert len(r.store.objects) == counts.stores >= 4
         assert counts.stores + counts.drops == 500
 
-    def test_failing_writes_take_writing_out_of_service_not_reading(self) -> None:
+    @pytest.mark.parametrize("reason", [Reason.NO_SPACE, Reason.TIMEOUT])
+    def test_failing_writes_take_writing_out_of_service_not_reading(self, reason: Reason) -> None:
         r = rig(own=prompt(9, 1))
         for family in range(3):
             r.offer(prompt(family, 1))
-            r.answer("write", Reason.NO_SPACE)
+            r.answer("write", reason)
         assert r.lower.writing.state == "open"
         assert r.hit(prompt(9, 1)) == [Tier.L3]
-        assert r.disk.errors == {"write_no_space": 3}
+        assert r.disk.errors == {f"write_{reason.value}": 3}
         r.check_at_rest()
 
     def test_three_failed_reads_in_a_row_take_reading_out_of_service(self) -> None:

@@ -20,7 +20,7 @@ from jkv.errors import FailedPreconditionError
 from tests.cache.tiers import Rig, content, prompt, rig
 
 _READ_ENDS = (None, None, None, Reason.IO, Reason.CORRUPT, Reason.MISSING, Reason.SIZE)
-_WRITE_ENDS = (None, None, None, Reason.IO, Reason.NO_SPACE, Reason.BUDGET, Reason.READ_ONLY)
+_WRITE_ENDS = (None, None, None, Reason.IO, Reason.NO_SPACE, Reason.BUDGET, Reason.TIMEOUT)
 
 
 class Storm:

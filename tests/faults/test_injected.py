@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from tests.faults.rig import PAGE, Answer, Tiered, in_parallel
+from tests.e2e.server import wait_for
+from tests.faults.rig import PAGE, WAIT_S, Answer, Tiered, in_parallel, stored
 
 NewPrompt = Callable[[int], list[int]]
 
@@ -96,6 +97,29 @@ def test_writes_that_are_slow_hold_nobody_up(subject: Tiered, new_prompt: NewPro
         right(first, subject.cold(prompt))
         right(second, first, l1=5 * PAGE)
         subject.serves_from_disk(prompt, first)
+
+
+def test_writes_that_hang(subject: Tiered, new_prompt: NewPrompt) -> None:
+    """Requests go on, the tier is left out, and nothing waits for the writes for ever: neither Drain nor the
+    pages. When the disk answers again, it is used again, and has kept nothing of what came too late.
+    """
+    old, new, last = new_prompt(5), new_prompt(8), new_prompt(3)
+    expected_old, expected_new = subject.store_prompt(old), subject.cold(new)
+    files = len(stored(subject.store))
+    with subject.counting("write_timeout"), subject.faults.of(write_hang=1.0):
+        right(subject.ask(new), expected_new)
+        assert subject.stats().pending_writes
+        right(subject.ask(old), expected_old, l3=5 * PAGE)
+        right(subject.ask(new), expected_new, l1=8 * PAGE)
+        subject.drain()
+        assert subject.l3.breaker == "open"
+        assert subject.lookup(new) == {"l1": 8 * PAGE}
+        subject.is_idle_and_empty()
+        right(subject.ask(last), subject.cold(last))
+        subject.drain()
+    wait_for(lambda: len(stored(subject.store)) == files, "what came late is deleted", WAIT_S)
+    subject.serves_from_disk(new, expected_new)
+    subject.serves_from_disk(old, expected_old)
 
 
 def test_pages_that_cannot_be_deleted(subject: Tiered, new_prompt: NewPrompt) -> None:

@@ -12,6 +12,7 @@ import json
 import os
 import random
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -20,6 +21,7 @@ from jkv.cache.l3.objects import ObjectError, Objects, Operation
 from jkv.cache.l3.reasons import Reason
 
 _VARIABLE = "JKV_TEST_L3_FAULTS"
+_LOOK_S = 0.02
 
 
 class Faults(Protocol):
@@ -45,6 +47,7 @@ class FaultPlan:
     write_full: float = 0.0  # ENOSPC
     write_short: float = 0.0  # publishes the object's first half and reports success
     write_slow: float = 0.0
+    write_hang: float = 0.0  # publishes, and answers when another plan is in force
     delete_fail: float = 0.0  # EIO
     slow_s: float = 0.05
 
@@ -100,6 +103,21 @@ class _Delayed:
         self._inner.cancel()
 
 
+class _Hanging:
+    """An operation whose answer is not told while a plan is in force."""
+
+    def __init__(self, inner: Operation, faults: Faults, plan: FaultPlan) -> None:
+        self._inner, self._faults, self._plan = inner, faults, plan
+
+    def result(self) -> bytes | None:
+        while self._faults.plan is self._plan:
+            time.sleep(_LOOK_S)
+        return self._inner.result()
+
+    def cancel(self) -> None:
+        """What hangs cannot be interrupted."""
+
+
 class _Done:
     def result(self) -> None:
         return None
@@ -124,12 +142,13 @@ class FaultyObjects:
 
     def write(self, name: str, data: bytes) -> Operation:
         plan = self._faults.plan
-        fail, full, short, slow = self._draw(
-            plan.write_fail, plan.write_full, plan.write_short, plan.write_slow
+        fail, full, short, slow, hang = self._draw(
+            plan.write_fail, plan.write_full, plan.write_short, plan.write_slow, plan.write_hang
         )
         error = _os_error(errno.ENOSPC) if full else _os_error(errno.EIO) if fail else None
         inner = _Done() if error else self._inner.write(name, data[: len(data) // 2] if short else data)
-        return _Delayed(inner, slow * plan.slow_s, error, short=False)
+        operation = _Delayed(inner, slow * plan.slow_s, error, short=False)
+        return _Hanging(operation, self._faults, plan) if hang else operation
 
     def delete(self, name: str) -> Operation:
         (fail,) = self._draw(self._faults.plan.delete_fail)

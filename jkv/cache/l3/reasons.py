@@ -17,6 +17,7 @@ class Reason(StrEnum):
     NO_SPACE = "no_space"  # the file system or the quota is full
     READ_ONLY = "read_only"  # the store may not be written, or no longer by this owner
     BUDGET = "budget"  # the daily write budget is spent
+    TIMEOUT = "timeout"  # the store has not answered, and is not waited for
     LATE = "late"  # it had not come when it would have been of use
     CANCELLED = "cancelled"
     CLOSED = "closed"

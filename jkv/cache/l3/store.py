@@ -1,7 +1,8 @@
 """The page store: reads, writes and deletes pages on threads of its own, and verifies all that it reads.
 
 No call but `open`, `list`, `save_recency` and `close` waits for the store. Outcomes come through callbacks,
-once for each call, on the store's threads; on the caller's after `close`, and for what it cancels.
+once for each call, on the store's threads; on the caller's after `close`, for what it cancels, and while the
+store hangs.
 """
 
 from __future__ import annotations
@@ -23,15 +24,20 @@ from jkv.cache.l3.housekeeping import QUARANTINE_MAX, DiskCost, describe_model, 
 from jkv.cache.l3.listing import Listing
 from jkv.cache.l3.names import StoredPage
 from jkv.cache.l3.objects import KvObjects, ObjectError, Objects, open_objects
+from jkv.cache.l3.readers import Cancellable, Readers
 from jkv.cache.l3.reasons import Reason
 from jkv.cache.l3.token import store_token
 from jkv.cache.l3.watch import Watch
-from jkv.cache.l3.workers import Cancellable, Workers
+from jkv.cache.l3.writers import Turn, Writers
 from jkv.cache.pages import PageInfo
 from jkv.cache.replica import StorePlace
 from jkv.errors import ConfigError
 
 _log = logging.getLogger(__name__)
+
+# A page of some MiB takes milliseconds. TensorStore itself tries an object store six times in up to 9 s, and
+# a disk under load may take seconds to sync: what takes longer than this hangs, or is of no use.
+_CHANGE_TIMEOUT_S = 15.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +51,7 @@ class StoreOptions:
     daily_write_bytes: int | None = None
     read_threads: int = 4
     write_threads: int = 2
+    change_timeout_s: float = _CHANGE_TIMEOUT_S  # of a write or a deletion, once its turn has come
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +111,8 @@ class PageStore:
         self._closing = threading.Event()
         self._watch: Watch | None = None
         self._submitting = threading.Lock()  # so that no job comes after the threads' last
-        self._readers = Workers("l3-read", options.read_threads)
-        self._writers = [Workers(f"l3-write-{number}", 1) for number in range(options.write_threads)]
+        self._readers = Readers("l3-read", options.read_threads)
+        self._writers = Writers("l3-write", options.write_threads, options.change_timeout_s)
 
     @classmethod
     def open(
@@ -158,37 +165,36 @@ class PageStore:
             if state.finish():
                 done(ReadOutcome(page, data, reason, time.perf_counter() - started))
 
-        if not self._submit(self._readers, job) and state.finish():
+        with self._submitting:
+            closed = self._closing.is_set()
+            if not closed:
+                self._readers.submit(job)
+        if closed and state.finish():
             done(ReadOutcome(page, None, Reason.CLOSED, 0.0))
         return state.cancel
 
     def write(
         self, info: PageInfo, data: Callable[[], np.ndarray], done: Callable[[WriteOutcome], None]
     ) -> None:
-        """Publishes a page under this owner. `data`, called when its turn comes, gives it as flat uint8."""
+        """Publishes a page under this owner. `data`, called when its turn comes, gives it as flat uint8.
+
+        What is published after it was refused for its time is deleted again: nobody knows of it.
+        """
         page = self.page(info)
 
-        def job() -> None:
-            reason, seconds = self._admit_write(), 0.0
-            if reason is None:
-                reason, seconds = self._write(page, info, data)
-            size = 0 if reason else self._identity.object_bytes
-            done(WriteOutcome(page, reason, seconds, size))
+        def job(turn: Turn) -> None:
+            outcome = self._write(page, info, data, turn)
+            if turn.finish():
+                done(outcome)
+            elif outcome.reason is None:
+                self._delete(page)
 
-        if not self._submit(self._writer(page), job):
-            done(WriteOutcome(page, Reason.CLOSED, 0.0, 0))
+        self._change(page, job, lambda reason: done(WriteOutcome(page, reason, 0.0, 0)))
 
     def delete(self, page: StoredPage, done: Callable[[bool], None] | None = None) -> None:
         """Deletes an own page; `done` hears whether its room is free, which is so if it was gone already."""
         assert page.owner == self.owner, "another owner's page is deleted"
-
-        def job() -> None:
-            freed = self._delete(page)
-            if done is not None:
-                done(freed)
-
-        if not self._submit(self._writer(page), job) and done is not None:
-            done(False)
+        self._free(page, done, first=None)
 
     def quarantine(self, page: StoredPage, done: Callable[[bool], None] | None = None) -> None:
         """Takes a page that was read and found bad out of the store.
@@ -196,18 +202,10 @@ class PageStore:
         The first few own ones are kept aside until the next start, to be looked into; `done` is as for
         `delete`. Another owner's page is not touched, only left out of what `list` returns.
         """
-        if page.owner != self.owner:
+        if page.owner == self.owner:
+            self._free(page, done, first=self._set_aside)
+        else:
             self._bad_foreign.add(page)
-            return
-
-        def job() -> None:
-            self._set_aside(page)
-            freed = self._delete(page)
-            if done is not None:
-                done(freed)
-
-        if not self._submit(self._writer(page), job) and done is not None:
-            done(False)
 
     def save_recency(self, keys: Iterable[bytes]) -> None:
         """Saves the order in which own pages were used, oldest first; for a clean stop. Faults are logged."""
@@ -217,18 +215,22 @@ class PageStore:
             _log.warning("the order of L3's pages could not be saved: %s", error)
 
     def close(self) -> None:
-        """Finishes writes and deletes, without the budget's pauses, and drops reads, then frees the owner."""
+        """Finishes writes and deletes, without the budget's pauses, and drops reads, then frees the owner.
+
+        Where the store hangs, the owner is held until the process ends: something may still be written.
+        """
         with self._submitting:
             if self._closing.is_set():
                 return
             self._closing.set()
         if self._watch is not None:
             self._watch.close()
-        for workers in (self._readers, *self._writers):
-            workers.close()
+        if not self._writers.close():
+            return
         if self._daily:
             self._save_budget(self._budget.final_state())
         self._hold.release()
+        self._readers.close()  # last: a read that hangs must not keep the owner
 
     def _tidy(self, listed: Iterable[str]) -> None:
         objects, identity = self._objects, self._identity
@@ -248,15 +250,29 @@ class PageStore:
         pages = listing.foreign(self._objects, self.owner, self._identity.model8)
         return [page for page in pages if page not in self._bad_foreign]
 
-    def _submit(self, workers: Workers, job: Callable[[], None]) -> bool:
+    def _change(
+        self, page: StoredPage, job: Callable[[Turn], None], refused: Callable[[Reason], None]
+    ) -> None:
         with self._submitting:
-            if self._closing.is_set():
-                return False
-            workers.submit(job)
-        return True
+            closed = self._closing.is_set()
+            reason = Reason.CLOSED if closed else self._writers.submit(page.key, job, refused)
+        if reason is not None:
+            refused(reason)
 
-    def _writer(self, page: StoredPage) -> Workers:
-        return self._writers[page.key[-1] % len(self._writers)]
+    def _free(
+        self,
+        page: StoredPage,
+        done: Callable[[bool], None] | None,
+        first: Callable[[StoredPage], None] | None,
+    ) -> None:
+        def job(turn: Turn) -> None:
+            if first is not None:
+                first(page)
+            freed = self._delete(page)
+            if turn.finish() and done is not None:
+                done(freed)
+
+        self._change(page, job, lambda _: None if done is None else done(False))
 
     def _read(
         self, page: StoredPage, info: PageInfo, state: Cancellable
@@ -275,36 +291,50 @@ class PageStore:
         reason = format.verify(self._identity, info, data)
         return (format.payload(data), None) if reason is None else (None, reason)
 
-    def _admit_write(self) -> Reason | None:
-        """Waits for the budget's pace; a reason where the page must not be written."""
-        with self._lock:
-            if not self._hold.valid:
-                return Reason.READ_ONLY
-            delay = self._budget.reserve(self._identity.object_bytes)
-            if delay is None:
-                return Reason.BUDGET
-            if self._budget.unsaved:
-                self._save_budget(self._budget.state())
-        self._closing.wait(delay)
-        return None
-
     def _write(
-        self, page: StoredPage, info: PageInfo, data: Callable[[], np.ndarray]
-    ) -> tuple[Reason | None, float]:
-        reason: Reason | None = None
-        started = time.perf_counter()
+        self, page: StoredPage, info: PageInfo, data: Callable[[], np.ndarray], turn: Turn
+    ) -> WriteOutcome:
+        started, reason = time.perf_counter(), None
         try:
-            payload = data()  # which may wait for the step that computes it
+            delay = self._admit_write()
+            with turn.waiting():
+                self._closing.wait(delay)
+                payload = data()  # which may wait for the step that computes it
             started = time.perf_counter()
-            self._pages.write(page.name, format.encode(self._identity, info, payload)).result()
+            if turn.ended:
+                raise ObjectError(Reason.TIMEOUT, "the store did not answer in time before")
+            self._publish(page, format.encode(self._identity, info, payload))
         except ObjectError as error:
             _log.debug("L3 page %s was not written: %s", page.name, error)
-            self._delete(page)  # an fsync may have failed after the object was published
             reason = error.reason
         except Exception:
             _log.exception("L3 page %s was not written", page.name)
             reason = Reason.IO
-        return reason, time.perf_counter() - started
+        size = 0 if reason else self._identity.object_bytes
+        return WriteOutcome(page, reason, time.perf_counter() - started, size)
+
+    def _admit_write(self) -> float:
+        """Takes a page out of the budget; returns the seconds to wait, for its pace.
+
+        Raises:
+            ObjectError: the page must not be written.
+        """
+        with self._lock:
+            if not self._hold.valid:
+                raise ObjectError(Reason.READ_ONLY, "the owner is not held any more")
+            delay = self._budget.reserve(self._identity.object_bytes)
+            if delay is None:
+                raise ObjectError(Reason.BUDGET, "the day's budget is spent")
+            if self._budget.unsaved:
+                self._save_budget(self._budget.state())
+        return delay
+
+    def _publish(self, page: StoredPage, data: bytes) -> None:
+        try:
+            self._pages.write(page.name, data).result()
+        except ObjectError:
+            self._delete(page)  # an fsync may have failed after the object was published
+            raise
 
     def _delete(self, page: StoredPage) -> bool:
         try:

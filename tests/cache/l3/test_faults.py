@@ -8,6 +8,7 @@ import pytest
 from jkv.cache.l3.faults import FaultPlan, from_environment
 from jkv.cache.l3.reasons import Reason
 from jkv.cache.l3.store import PageStore, StoreOptions
+from jkv.errors import ConfigError
 from tests.cache.l3.pages import assert_serves, chain, delete, identity, open_store, read, reasons, write
 
 MODEL = identity()
@@ -67,6 +68,45 @@ def test_a_failed_delete_says_so(tmp_path: Path) -> None:
     assert not delete(store, store.page(INFOS[0]))
     assert len(store.list().own) == 1
     store.close()
+
+
+class Switch:
+    """Faults until it is turned off."""
+
+    def __init__(self, plan: FaultPlan) -> None:
+        self.plan = plan
+
+    def turn_off(self) -> None:
+        self.plan = FaultPlan()
+
+
+def test_a_store_that_hangs_has_outcomes_and_keeps_nothing_that_came_late(tmp_path: Path) -> None:
+    switch = Switch(FaultPlan(write_hang=1.0))
+    options = StoreOptions(location=str(tmp_path), write_threads=2, change_timeout_s=0.1)
+    store = PageStore.open(options, MODEL, faults=switch)
+    assert set(reasons(write(store, MODEL, INFOS))) == {Reason.TIMEOUT}
+    assert not delete(store, store.page(INFOS[0])), "what hangs is deleted"
+    while len(late := {page.key for page in store.list().own}) < 2:
+        time.sleep(0.01)
+    assert len(late) == 2, "more than one write of each thread reached the store"
+    switch.turn_off()
+    rest = [info for info in INFOS if info.key not in late]
+    while set(reasons(write(store, MODEL, rest))) != {None}:
+        time.sleep(0.01)
+    assert {page.key for page in store.list().own} == {info.key for info in rest}
+    assert_serves(store, MODEL, rest)
+    store.close()
+
+
+def test_a_store_that_hangs_ends_and_keeps_its_owner(tmp_path: Path) -> None:
+    switch = Switch(FaultPlan(write_hang=1.0))
+    options = StoreOptions(location=str(tmp_path), owner="me", change_timeout_s=0.1)
+    store = PageStore.open(options, MODEL, faults=switch)
+    write(store, MODEL, INFOS[:1])
+    store.close()
+    with pytest.raises(ConfigError, match="--l3-owner me: a running engine holds it"):
+        PageStore.open(options, MODEL)
+    switch.turn_off()
 
 
 def test_the_plan_of_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Threads that run a store's operations in order."""
+"""Threads that read from a store, in order."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Cancellable:
         self._cancelled()
 
 
-class Workers:
+class Readers:
     """Threads that take jobs first in, first out. Jobs handle their own errors."""
 
     def __init__(self, name: str, threads: int) -> None:
