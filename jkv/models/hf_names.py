@@ -8,7 +8,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from jkv.errors import UnsupportedModelError
+from jkv.models.hf_fused import with_each_expert
 from jkv.models.hf_text import MULTIMODAL
+from jkv.models.safetensors_source import SafetensorsSource
 from jkv.models.source import TensorSource
 
 _log = logging.getLogger(__name__)
@@ -43,12 +46,17 @@ class RenamedSource:
         return self._source.fingerprint()
 
 
-def with_parameter_names(source: TensorSource, architecture: str) -> TensorSource:
-    """Gives Mixtral's experts the names that Qwen3-MoE's have, and leaves of a multimodal checkpoint the text
-    model, with a warning.
+def with_parameter_names(source: SafetensorsSource, architecture: str) -> TensorSource:
+    """Gives each expert's tensors, fused ones too, the names that Qwen3-MoE's have, and leaves of a
+    multimodal checkpoint the text model, with a warning.
+
+    Raises:
+        UnsupportedModelError: an expert that is there twice, or experts of a shape that they cannot have.
     """
+    if architecture == "Qwen3MoeForCausalLM":
+        return with_each_expert(source)
     if architecture == "MixtralForCausalLM":
-        return RenamedSource(source, {_of_mixtral(name): name for name in source.names()})
+        return _mixtral(with_each_expert(source))
     if architecture not in MULTIMODAL:
         return source
     text = [name for name in source.names() if not _OF_IMAGES.match(name)]
@@ -57,6 +65,14 @@ def with_parameter_names(source: TensorSource, architecture: str) -> TensorSourc
             "%s: jkv serves its text model and leaves out the %d tensors for images", architecture, left_out
         )
     return RenamedSource(source, {_of_text(name): name for name in text})
+
+
+def _mixtral(source: TensorSource) -> TensorSource:
+    stored: dict[str, str] = {}
+    for name in source.names():
+        if (first := stored.setdefault(_of_mixtral(name), name)) != name:
+            raise UnsupportedModelError(f"the checkpoint has the tensors {first} and {name}, which are one")
+    return RenamedSource(source, stored)
 
 
 def _of_mixtral(name: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -99,10 +99,11 @@ def load_params(
     """
     names = _parameter_shapes(config, dtype)
     _refuse_unknown(tensor_names(config, dtype), source, config)
+    held = frozenset(source.names())
     done, lock = 0, threading.Lock()
 
     def read_tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
-        array = np.asarray(_checked(name, shape, source), dtype=jnp.dtype(dtype))
+        array = np.asarray(_checked(name, shape, source, held), dtype=jnp.dtype(dtype))
         return widened_tensor(name, array, config, tp_of(mesh))
 
     def read(name: str) -> np.ndarray:
@@ -178,8 +179,8 @@ def _tensors(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
     return {f"{module}.experts.{i}.{projection}": shape[:0:-1] for i in range(shape[0])}
 
 
-def _checked(name: str, shape: tuple[int, ...], source: TensorSource) -> np.ndarray:
-    if name not in source.names():
+def _checked(name: str, shape: tuple[int, ...], source: TensorSource, held: Container[str]) -> np.ndarray:
+    if name not in held:
         raise UnsupportedModelError(f"tensor {name} of shape {list(shape)} is missing from the checkpoint")
     if source.shape(name) != shape:
         raise UnsupportedModelError(

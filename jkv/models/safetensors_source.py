@@ -42,8 +42,8 @@ class SafetensorsSource:
         stored: str = self._file(name).get_slice(name).get_dtype()
         return _DTYPES.get(stored, stored)
 
-    def read(self, name: str) -> np.ndarray:
-        """The tensor in its stored type.
+    def read(self, name: str, *index: int | slice) -> np.ndarray:
+        """The tensor in its stored type, or what an index into it gives; no more than that is read.
 
         Raises:
             UnsupportedModelError: it is stored in a type other than float32, float16 and bfloat16.
@@ -53,7 +53,8 @@ class SafetensorsSource:
                 f"tensor {name} in {self._directory} is stored as {dtype}: "
                 f"jkv reads {', '.join(_DTYPES.values())}"
             )
-        return self._file(name).get_tensor(name)
+        file = self._file(name)
+        return file.get_slice(name)[index] if index else file.get_tensor(name)
 
     def fingerprint(self) -> bytes:
         return self._fingerprint

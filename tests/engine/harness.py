@@ -28,6 +28,7 @@ from jkv.engine.request import CachedByTier, EngineRequest, FinishReason, Logpro
 from jkv.models.config import ModelConfig
 from jkv.models.forward import logits
 from jkv.models.hf_config import from_hf
+from jkv.models.hf_names import with_parameter_names
 from jkv.models.params import Params, tensor_names
 from jkv.models.resolve import Checkpoint
 from jkv.models.safetensors_source import SafetensorsSource
@@ -224,7 +225,9 @@ class _WaitingObjects:
 
 
 def tiny_checkpoint(name: str, dialect: str = "config.json") -> Checkpoint:
-    return Checkpoint(config=from_hf(config_json(name, dialect)), source=SafetensorsSource(TINY / name))
+    config = from_hf(config_json(name, dialect))
+    source = with_parameter_names(SafetensorsSource(TINY / name), config.architecture)
+    return Checkpoint(config=config, source=source)
 
 
 def odd_checkpoint(directory: Path) -> Checkpoint:

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from jkv.models.config import ModelConfig
 
 TINY = Path(__file__).parents[1] / "data" / "golden" / "tiny"
-LATER_NAMES = ("gemma2", "gemma3", "qwen3_moe")
+LATER_NAMES = ("gemma2", "gemma3", "mixtral", "qwen3_moe", "qwen3_moe_fused")
 NAMES = (
     "llama3",
     "llama_mha_tied",
