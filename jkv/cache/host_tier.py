@@ -19,7 +19,7 @@ class HostTier:
     """At most `capacity` pages, which is a hard bound: pages on their way in count as well.
 
     Where `keep` is false, it is a staging area: a page goes as soon as nobody holds it. `dirty` are the pages
-    that no lower tier has been offered yet, oldest first; their owner takes them out.
+    for L3 that it has not been offered yet, oldest first; their owner takes them out.
     """
 
     def __init__(self, capacity: int, *, keep: bool, changes: ChangeLog | None = None) -> None:

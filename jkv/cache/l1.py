@@ -20,6 +20,18 @@ from jkv.cache.pages import PageInfo, Tier
 class _Page:
     refs: int = 0
     info: PageInfo | None = None
+    prompt_tokens: int = 0  # both as in Offer
+    used: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A cached page, and what the tiers below decide by whether they want a copy of it."""
+
+    page: int
+    info: PageInfo
+    prompt_tokens: int  # of the longest prompt that it belongs to
+    used: bool  # a request has found it in a cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +47,8 @@ class L1Counts:
 class L1Pool:
     """Pages `0 .. total - 1` of the device pool and the prefix index over the cached ones.
 
-    `on_evict`, where set, is told of every cached page before its room is given away; `changes` of every page
-    that can be found from now on, or no more.
+    `on_evict`, where set, is offered every cached page before its room is given away; `changes` is told of
+    every page that can be found from now on, or no more.
     """
 
     def __init__(self, total: int, page_size: int, changes: ChangeLog | None = None) -> None:
@@ -44,7 +56,7 @@ class L1Pool:
             raise ValueError(f"an L1 pool needs pages and a page size, got {total} and {page_size}")
         self.total, self.page_size = total, page_size
         self.evictions = 0
-        self.on_evict: Callable[[int, PageInfo], None] | None = None
+        self.on_evict: Callable[[Offer], None] | None = None
         self._changes = changes
         self._index: dict[bytes, int] = {}
         self._pins: set[bytes] = set()
@@ -109,8 +121,8 @@ class L1Pool:
             self._pages[page].refs = 1
         return pages
 
-    def publish(self, page: int, info: PageInfo) -> int:
-        """Makes a full page findable; returns the page to use from now on.
+    def publish(self, page: int, info: PageInfo, prompt_tokens: int) -> int:
+        """Makes a full page of a prompt findable; returns the page to use from now on.
 
         Where another page already holds the same, that one gains a user in this one's stead and this one is
         released, so that equal prefixes keep one copy. A different page under the same key (a hash collision)
@@ -118,16 +130,31 @@ class L1Pool:
         """
         other = self._index.get(info.key)
         if other is None:
-            self._pages[page].info = info
+            state = self._pages[page]
+            state.info, state.prompt_tokens, state.used = info, prompt_tokens, False
             self._index[info.key] = page
             if self._changes is not None:
                 self._changes.add(Tier.L1, info.key)
             return page
         if other == page or self._pages[other].info != info:
             return page
+        self._pages[other].prompt_tokens = max(self._pages[other].prompt_tokens, prompt_tokens)
         self.acquire(other)
         self.release([page])
         return other
+
+    def note_use(self, info: PageInfo, prompt_tokens: int) -> None:
+        """A request with a prompt of this length has found this page in a cache."""
+        page = self.find(info)
+        if page is not None:
+            state = self._pages[page]
+            state.prompt_tokens, state.used = max(state.prompt_tokens, prompt_tokens), True
+
+    def offer(self, page: int) -> Offer:
+        """What is known of a cached page."""
+        state = self._pages[page]
+        assert state.info is not None
+        return Offer(page, state.info, state.prompt_tokens, state.used)
 
     def release(self, pages: Sequence[int]) -> None:
         """Takes one user off each page, given in prefix order.
@@ -175,13 +202,13 @@ class L1Pool:
             self._free.append(page)
         return True
 
-    def held(self) -> Iterator[PageInfo]:
+    def held(self) -> Iterator[Offer]:
         """Every page that can be found."""
-        return (info for page in self._index.values() if (info := self._pages[page].info) is not None)
+        return map(self.offer, self._index.values())
 
-    def idle(self) -> list[tuple[int, PageInfo]]:
+    def idle(self) -> list[Offer]:
         """Cached pages that nobody uses and no pin keeps, the next to be evicted first."""
-        return [(page, info) for page in self._idle if (info := self._pages[page].info) is not None]
+        return [self.offer(page) for page in self._idle]
 
     def check(self) -> None:
         """Raises AssertionError where the bookkeeping contradicts itself."""
@@ -214,7 +241,7 @@ class L1Pool:
         info = self._pages[page].info
         assert info is not None
         if self.on_evict is not None:
-            self.on_evict(page, info)
+            self.on_evict(self.offer(page))
         if self._changes is not None:
             self._changes.remove(Tier.L1, info.key)
         del self._index[info.key]

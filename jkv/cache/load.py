@@ -32,7 +32,6 @@ class HostPage:
     failed: bool = False  # its read did not succeed; it is of no use to anyone
     promised: bool = False  # has a hold until it is written to L3
     cancel: Callable[[], None] | None = None  # of its read
-    prompt_tokens: int = 0
     fetched: bool = False  # from a peer
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from jkv.cache.l1 import Offer
 from jkv.cache.l3.store import WriteOutcome
 from jkv.cache.load import HostPage
 from jkv.cache.loading import Loading
@@ -25,16 +26,6 @@ _log = logging.getLogger(__name__)
 _WRITES = 4
 # Keys that `second-use` remembers to have seen once, per page that L3 can hold.
 _SEEN_PER_PAGE = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """A page of L1 that has just become full, or that a request has just used again."""
-
-    page: int
-    info: PageInfo
-    prompt_tokens: int
-    used: bool
 
 
 class Saving(Loading):
@@ -52,7 +43,7 @@ class Saving(Loading):
         self._drained: list[tuple[int, Callable[[], None]]] = []  # after the write of that number
         self._write_back = self.policy.write == "write-back"
         if self._write_back:
-            self.pool.on_evict = lambda page, info: self.leaving.append(Offer(page, info, 0, used=True))
+            self.pool.on_evict = self.leaving.append
 
     @property
     def pending_writes(self) -> int:
@@ -60,7 +51,9 @@ class Saving(Loading):
         return len(self._unwritten)
 
     def choose(self, offers: Iterable[Offer]) -> list[Offer]:
-        """Those of the offered pages that are to be copied to L2 now."""
+        """Those of the offered pages, which have just become full or been used, that are to be copied to L2
+        now.
+        """
         chosen: dict[bytes, Offer] = {}
         for offer in map(self._noted, offers):
             if not self._below(offer) and self._goes_down(offer):
@@ -74,27 +67,27 @@ class Saving(Loading):
         leaving = [o for o in self.leaving if o.info.key not in self._rising]
         self.leaving.clear()
         self._rising.clear()
-        return [o for o in leaving if not self._below(o) and (self.host.keep or self._admits(o))]
+        return [o for o in leaving if not self._below(o) and (self.host.keep or self.admits(o))]
 
     def saved(self, offer: Offer, payload: Any) -> HostPage | None:
         """Takes a page's copy into L2, and on to L3 as the policy says; None where L2 has no room."""
-        through = self._admits(offer) and not (self._write_back and self.host.keep)
+        through = self.admits(offer) and not self._waits_in_l2
         page = self._place(offer.info, payload, through) if through or self._follows(offer.info) else None
         if page is None:
             self.counts.by_tier[Tier.L2 if self.host.keep else Tier.L3].drops += 1
             return None
-        page.prompt_tokens = offer.prompt_tokens
         self.counts.by_tier[Tier.L2].stores += 1
-        if self.disk is None:
-            return page
-        if through:
-            self._queue(page)
-        elif self._write_back:
-            self.host.dirty[offer.info.key] = page
-            self._clean()
+        if self.admits(offer):
+            self._send_on(page)
         if not self.host.keep and not page.holds and not page.failed:
             self.host.drop(page)
         return page
+
+    def admits(self, offer: Offer) -> bool:
+        """Whether L3 is to have the page, by the policy."""
+        if self.disk is None or offer.prompt_tokens < self.policy.l3_min_tokens:
+            return False
+        return self.policy.l3_admission == "always" or offer.used
 
     def flush_dirty(self) -> None:
         """Queues for L3 all that only L2 holds, as before a stop."""
@@ -126,6 +119,7 @@ class Saving(Loading):
         if self.disk is None or self.policy.l3_admission != "second-use":
             return offer
         if offer.info.key in self._seen:
+            self.pool.note_use(offer.info, offer.prompt_tokens)
             return replace(offer, used=True)
         self._seen[offer.info.key] = None
         if len(self._seen) > _SEEN_PER_PAGE * max(self.disk.capacity, 1024):
@@ -137,20 +131,28 @@ class Saving(Loading):
         page = self.host.find(offer.info)
         if page is None:
             return self.disk is not None and self.disk.has(offer.info)
-        if page.payload is not None and not self._write_back and offer.used and self._admits(offer):
-            self._queue(page)
+        if page.payload is not None and offer.used and self.admits(offer):
+            self._send_on(page)
         return True
 
     def _goes_down(self, offer: Offer) -> bool:
         if self._write_back or (self.policy.write == "write-through-selective" and not offer.used):
             return False
-        return self.host.keep or self._admits(offer)
+        return self.host.keep or self.admits(offer)
 
-    def _admits(self, offer: Offer) -> bool:
-        """Whether L3 takes the page, by the policy."""
-        if self.disk is None or offer.prompt_tokens < self.policy.l3_min_tokens:
-            return False
-        return self.policy.l3_admission == "always" or offer.used
+    @property
+    def _waits_in_l2(self) -> bool:
+        """Whether what is for L3 goes there only when L2 gives it up."""
+        return self._write_back and self.host.keep
+
+    def _send_on(self, page: HostPage) -> None:
+        """Sends a page of L2 to L3, now or when L2 gives it up."""
+        assert self.disk is not None
+        if not self._waits_in_l2:
+            self._queue(page)
+        elif page not in self._unwritten and not self.disk.has(page.info):
+            self.host.dirty[page.info.key] = page
+            self._clean()
 
     def _queue(self, page: HostPage) -> None:
         assert self.disk is not None

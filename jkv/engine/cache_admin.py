@@ -120,7 +120,7 @@ class CacheAdmin:
 
         def evict() -> None:
             tag, disk = root[:SALT_TAG_BYTES], self._lower.disk
-            keys = {info.key for info in self._pool.held() if info.root == root}
+            keys = {page.info.key for page in self._pool.held() if page.info.root == root}
             keys |= {page.info.key for page in self._lower.host.pages() if page.info.root == root}
             if disk is not None:
                 keys |= {page.key for page in disk.own_pages() if page.salt_tag == tag}
@@ -136,7 +136,7 @@ class CacheAdmin:
             raise InvalidRequestError("tier", f"{tier.value} is off: {_how_to_turn_on(tier)}")
 
     def _flush_l1(self) -> int:
-        keys = [info.key for info in self._pool.held()]
+        keys = [page.info.key for page in self._pool.held()]
         return sum(self._pool.forget(key) for key in keys)
 
     def _flush_l3(self) -> int:
@@ -158,9 +158,7 @@ class CacheAdmin:
         """The keys of the pages that continue each page, in any tier."""
         below: defaultdict[bytes, set[bytes]] = defaultdict(set)
         disk = self._lower.disk
-        for info in self._pool.held():
-            below[info.parent].add(info.key)
-        for page in self._lower.host.pages():
+        for page in (*self._pool.held(), *self._lower.host.pages()):
             below[page.info.parent].add(page.info.key)
         for page in disk.own_pages() if disk is not None else ():
             below[page.parent].add(page.key)

@@ -205,7 +205,7 @@ class EngineReplica:
 
     def _held(self) -> dict[Tier, list[bytes]]:
         lower = self._loop.scheduler.lower
-        held = {Tier.L1: [info.key for info in self._loop.scheduler.pool.held()]}
+        held = {Tier.L1: [page.info.key for page in self._loop.scheduler.pool.held()]}
         if lower.host.keep:
             held[Tier.L2] = [page.info.key for page in lower.host.pages() if page.payload is not None]
         if lower.disk is not None:

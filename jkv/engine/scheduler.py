@@ -12,11 +12,10 @@ from bisect import insort
 from dataclasses import dataclass
 from typing import Any
 
-from jkv.cache.l1 import L1Pool
+from jkv.cache.l1 import L1Pool, Offer
 from jkv.cache.load import PageState
 from jkv.cache.lower import LowerTiers
 from jkv.cache.pages import PageInfo, Source, Tier
-from jkv.cache.saving import Offer
 from jkv.engine.request import FinishReason
 from jkv.engine.sequence import Sequence
 
@@ -48,16 +47,15 @@ class Chunk:
 class Scheduler:
     """Waiting and running sequences, their slots and their pages.
 
-    `restores` are the pages to be copied up before the step is dispatched, by their number in L1; `offers`
-    are those that the lower tiers may want a copy of, after it. A running sequence with a load is not in any
-    step: what it lacks is still being brought up.
+    `restores` are the pages to be copied up before the step is dispatched, by their number in L1. A running
+    sequence with a load is not in any step: what it lacks is still being brought up.
     """
 
     def __init__(self, pool: L1Pool, limits: Limits, lower: LowerTiers | None = None) -> None:
         self.pool, self.limits = pool, limits
         self.lower = lower or LowerTiers.none(pool)
         self.restores: dict[int, Any] = {}
-        self.offers: list[Offer] = []
+        self._to_offer: list[tuple[int, PageInfo]] = []  # just filled or used
         self.waiting: list[Sequence] = []  # in order
         self.running: list[Sequence] = []  # in order
         self.preemptions = 0
@@ -110,9 +108,9 @@ class Scheduler:
         return restores
 
     def take_offers(self) -> list[Offer]:
-        """The offers whose pages still hold what was offered."""
-        offers, self.offers = self.offers, []
-        return [o for o in offers if self.pool.find(o.info) == o.page]
+        """The pages just filled or used that the lower tiers may want a copy of, after the step."""
+        pages, self._to_offer = self._to_offer, []
+        return [self.pool.offer(page) for page, info in pages if self.pool.find(info) == page]
 
     def commit(self, seq: Sequence, token: int) -> None:
         """Takes a token that was sampled for the sequence; the caller decides whether it ends there."""
@@ -129,7 +127,7 @@ class Scheduler:
         for seq in alive:
             self._end_load(seq)
         self.waiting, self.running = [], []
-        self.restores, self.offers = {}, []
+        self.restores, self._to_offer = {}, []
         self.lower.leaving.clear()
         self.pool.reset()
         self._slots = list(range(self.limits.max_num_seqs - 1, -1, -1))
@@ -255,7 +253,7 @@ class Scheduler:
                 break
             info = seq.info(seq.shared, self.pool.page_size)
             payload, tier = self.lower.take(load, seq.shared)
-            self.restores[self.pool.publish(pages[0], info)] = payload
+            self.restores[self.pool.publish(pages[0], info, seq.prompt_len)] = payload
             self._restore_budget -= 1
             self._got(seq, pages[0], tier)
         self._count_hits(seq)
@@ -279,7 +277,8 @@ class Scheduler:
                 seq.cached[tier] = seq.cached.get(tier, 0) + of_prompt
             self.lower.count_hit(tier, tokens)
             info = seq.info(number, self.pool.page_size)
-            self.offers.append(Offer(seq.pages[number], info, seq.prompt_len, used=True))
+            self.pool.note_use(info, seq.prompt_len)
+            self._to_offer.append((seq.pages[number], info))
         seq.hits.clear()
 
     def _begin_load(self, seq: Sequence) -> None:
@@ -305,8 +304,8 @@ class Scheduler:
         while not seq.request.no_cache and (seq.shared + 1) * size <= min(seq.computed, len(seq.tokens)):
             i = seq.shared
             info = seq.info(i, size)
-            page = self.pool.publish(seq.pages[i], info)
-            self.offers.append(Offer(page, info, seq.prompt_len, used=False))
+            page = self.pool.publish(seq.pages[i], info, seq.prompt_len)
+            self._to_offer.append((page, info))
             if page != seq.pages[i]:
                 merged.add(i)
                 seq.pages[i] = page

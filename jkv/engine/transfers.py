@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from jkv.cache.l1 import Offer
 from jkv.cache.load import Load, PageState
 from jkv.cache.pages import PageInfo, Tier
-from jkv.cache.saving import Offer
 from jkv.engine.runner import Runner
 from jkv.engine.scheduler import Scheduler
 
@@ -64,9 +64,14 @@ class Transfers:
         self._prefetches.append(_Prefetch(infos, tier, load, done))
 
     def demote(self) -> int:
-        """Copies down what only L1 holds and drops from it all that is below then; returns how many pages."""
+        """Copies down what only L1 holds and drops from it all that is below then; returns how many pages.
+
+        Where that is the disk, it gets these pages whatever it should be worth by the flags.
+        """
         pool, lower = self._scheduler.pool, self._scheduler.lower
-        idle = [Offer(page, info, lower.policy.l3_min_tokens, used=True) for page, info in pool.idle()]
+        idle = pool.idle()
+        if not lower.host.keep:
+            idle = [replace(o, prompt_tokens=lower.policy.l3_min_tokens, used=True) for o in idle]
         missing = (o for o in reversed(idle) if not lower.has(o.info))
         # Copies of all of L1 at once could be more than the host has room for.
         self._save(list(itertools.islice(missing, lower.host.tree.capacity)))
@@ -74,17 +79,13 @@ class Transfers:
         return sum(lower.has(o.info) and pool.forget(o.info.key) for o in idle)
 
     def write_down(self) -> bool:
-        """Copies down the next pages that only L1 holds, pinned ones too, and queues them for L3; whether
-        there were any. As many at a time as L2 has room for until they are written.
+        """Copies down the next pages that only L1 holds and L3 is to have, pinned ones too, and queues them
+        for it; whether there were any. As many at a time as L2 has room for until they are written.
         """
         pool, lower = self._scheduler.pool, self._scheduler.lower
-        missing = (info for info in pool.held() if not lower.has(info))
         room = max(1, lower.host.tree.capacity // 4)
-        offers = [
-            Offer(page, info, lower.policy.l3_min_tokens, used=True)
-            for info in itertools.islice(missing, room)
-            if (page := pool.find(info)) is not None
-        ]
+        wanted = (o for o in pool.held() if lower.admits(o) and not lower.has(o.info))
+        offers = list(itertools.islice(wanted, room))
         self._save(offers)
         for offer in offers:
             pool.forget(offer.info.key)
@@ -137,7 +138,8 @@ class Transfers:
         if pages is None:
             return False
         payload, _ = lower.take(prefetch.load, prefetch.number)
-        restores[pool.publish(pages[0], info)] = payload
+        prompt_tokens = len(prefetch.infos) * pool.page_size
+        restores[pool.publish(pages[0], info, prompt_tokens)] = payload
         prefetch.taken += pages
         return True
 

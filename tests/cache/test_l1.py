@@ -25,7 +25,7 @@ def fill(pool: L1Pool, *pages: tuple[int, int], parent: bytes = ROOT) -> list[in
     for tokens in pages:
         got = pool.allocate(1)
         assert got is not None
-        used.append(pool.publish(got[0], info(parent, tokens)))
+        used.append(pool.publish(got[0], info(parent, tokens), 2 * PAGE))
         parent = page_key(parent, tokens)
     return used
 
@@ -72,6 +72,27 @@ def test_the_least_recently_used_prefix_goes_first() -> None:
     assert pool.evictions == 1
 
 
+def test_what_is_evicted_is_offered_with_its_longest_prompt_and_whether_it_was_used() -> None:
+    pool, offers = L1Pool(3, PAGE), []
+    pool.on_evict = offers.append
+    first, second, third = fill(pool, (1, 2), (3, 4), (5, 6))
+    pool.note_use(info(ROOT, (1, 2)), 7)
+    pool.note_use(info(ROOT, (1, 2)), 5)
+    pool.note_use(info(ROOT, (9, 9)), 100)  # it is not here
+    pool.release([first, second, third])
+    pool.release(fill(pool, (1, 2)))  # computed once more, and merged
+    pool.allocate(3)
+    assert [(o.page, o.prompt_tokens, o.used) for o in offers] == [
+        (third, 2 * PAGE, False),
+        (second, 2 * PAGE, False),
+        (first, 7, True),
+    ]
+    pool.reset()
+    pool.release(fill(pool, (1, 2)))
+    (again,) = pool.idle()
+    assert (again.prompt_tokens, again.used) == (2 * PAGE, False), "what was known of it is forgotten"
+
+
 def test_a_page_in_use_is_never_evicted() -> None:
     pool = L1Pool(2, PAGE)
     used = fill(pool, (1, 2))
@@ -101,7 +122,7 @@ def test_a_colliding_key_is_no_hit_and_stays_private() -> None:
     assert pool.find(other) is None
     got = pool.allocate(1)
     assert got is not None
-    assert pool.publish(got[0], other) == got[0]
+    assert pool.publish(got[0], other, PAGE) == got[0]
     assert pool.find(mine) == page
     pool.release(got)
     pool.release([page])
@@ -148,7 +169,7 @@ class PoolMachine(RuleBasedStateMachine):
                 break
             in_use = {p for pages, _ in self.users for p in pages} | set(used)
             assert got[0] not in in_use, "a page in use was handed out"
-            used.append(self.pool.publish(got[0], info(parent, prefix[depth])))
+            used.append(self.pool.publish(got[0], info(parent, prefix[depth]), PAGE))
             self.content[used[-1]] = tuple(prefix[: depth + 1])
             parent = page_key(parent, prefix[depth])
         self.users.append((used, prefix))

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from jkv.cache.l1 import Offer
 from jkv.cache.l3.reasons import Reason
 from jkv.cache.pages import Tier
-from jkv.cache.saving import Offer
 from jkv.errors import FailedPreconditionError
 from tests.cache.tiers import content, prompt, rig
 
@@ -48,7 +50,7 @@ def test_each_tier_extends_what_the_one_above_has() -> None:
     for number, info in enumerate(infos[:2]):
         pages = r.lower.pool.allocate(1)
         assert pages == [number]
-        r.lower.pool.publish(number, info)
+        r.lower.pool.publish(number, info, 1000)
     r.offer(infos[2:3])  # L3 has it
     r.host.add(infos[2], content(infos[2]))
     assert r.lower.longest(infos) == {Tier.L1: 2, Tier.L2: 1, Tier.L3: 2}
@@ -102,6 +104,39 @@ class TestPolicies:
         assert len(r.store.objects) == 2
         r.check_at_rest()
 
+    @pytest.mark.parametrize("keep", [True, False])
+    @pytest.mark.parametrize(
+        ("policy", "offer"),
+        [({"l3_min_tokens": 100}, (99, True)), ({"l3_admission": "second-use"}, (1000, False))],
+    )
+    def test_write_back_leaves_out_what_is_not_worth_the_disk(
+        self, keep: bool, policy: dict[str, Any], offer: tuple[int, bool]
+    ) -> None:
+        r = rig(write="write-back", keep=keep, **policy)
+        poor, good = prompt(1, 2), prompt(2, 2)
+        r.leave([Offer(0, info, *offer) for info in poor])
+        r.leave([Offer(0, info, 100, used=True) for info in good])
+        r.drain()
+        assert {p.key for p in r.disk.own_pages()} == {info.key for info in good}
+        assert r.lower.longest(poor)[Tier.L2] == (2 if keep else 0)
+        assert r.lower.counts.by_tier[Tier.L3].drops == 0
+        r.check_at_rest()
+
+    def test_write_back_writes_what_a_longer_prompt_has_used_since(self) -> None:
+        r = rig(write="write-back", l3_min_tokens=100)
+        infos = prompt(1, 2)
+        r.leave([Offer(0, info, 99, used=False) for info in infos])
+        r.drain()
+        assert not r.store.objects
+        assert r.offer(infos, used=True, prompt_tokens=100) == 0
+        assert not r.store.operations, "the disk is written although L2 has room"
+        r.drain()
+        assert len(r.store.objects) == 2
+        r.offer(infos, used=True, prompt_tokens=100)
+        r.drain()
+        assert r.store.writes == 2
+        r.check_at_rest()
+
     def test_write_back_copies_what_l1_gives_up(self) -> None:
         r = rig(write="write-back", l1=2)
         pool = r.lower.pool
@@ -109,7 +144,7 @@ class TestPolicies:
         pages = pool.allocate(2)
         assert pages is not None
         for page, info in zip(pages, infos, strict=True):
-            pool.publish(page, info)
+            pool.publish(page, info, 1000)
         assert r.offer(infos, used=True) == 0
         pool.release(pages)
         pool.allocate(1)
@@ -136,7 +171,7 @@ class TestPolicies:
                 r.lower.end(load)
                 r.lower.drop_host()
                 assert r.disk.remove(info.key)
-            pool.publish(pages[0], info)
+            pool.publish(pages[0], info, 1000)
             pool.release(pages)
             other = pool.allocate(1)  # in the same turn
             assert other is not None

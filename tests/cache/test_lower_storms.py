@@ -12,12 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jkv.cache.l1 import Offer
+from jkv.cache.l3.names import page_of
 from jkv.cache.l3.reasons import Reason
 from jkv.cache.load import Load, PageState
 from jkv.cache.pages import PageInfo
-from jkv.cache.saving import Offer
 from jkv.errors import FailedPreconditionError
-from tests.cache.tiers import Rig, content, prompt, rig
+from tests.cache.tiers import MODEL, OWNER, Rig, prompt, rig
 
 _READ_ENDS = (None, None, None, Reason.IO, Reason.CORRUPT, Reason.MISSING, Reason.SIZE)
 _WRITE_ENDS = (None, None, None, Reason.IO, Reason.NO_SPACE, Reason.BUDGET, Reason.TIMEOUT)
@@ -30,6 +31,7 @@ class Storm:
         self.r, self.rng = r, rng
         self.loads: dict[Load, int] = {}  # and how many pages were taken
         self.drains = self.drained = 0
+        self.wanted = set(r.store.objects)  # names of what L3 may have
 
     def step(self) -> None:
         actions = (
@@ -57,6 +59,7 @@ class Storm:
         self.r.settle()
         assert self.drained == self.drains, "a drain never ends"
         self.r.check_at_rest()
+        assert self.r.store.objects.keys() <= self.wanted, "L3 has pages of short prompts alone"
         self.r.lower.unpin(
             [info for family in range(6) for salt in ("", "salt") for info in prompt(family, 12, salt)]
         )
@@ -70,7 +73,9 @@ class Storm:
     def offer(self) -> None:
         infos = self.infos()
         start = self.rng.randrange(len(infos))
-        self.r.offer(infos[start:], used=self.rng.random() < 0.5, prompt_tokens=self.rng.choice((1, 1000)))
+        used, prompt_tokens = self.any_use()
+        self.note(infos[start:], prompt_tokens)
+        self.r.offer(infos[start:], used=used, prompt_tokens=prompt_tokens)
 
     def begin(self) -> None:
         load = self.r.begin(self.infos())
@@ -138,9 +143,17 @@ class Storm:
 
     def leave_l1(self) -> None:
         """What write-back does with pages that L1 gives up, leaves first."""
-        self.r.lower.leaving += [Offer(0, info, 0, used=True) for info in reversed(self.infos())]
-        for offer in self.r.lower.take_leaving():
-            self.r.lower.saved(offer, content(offer.info))
+        infos = self.infos()
+        used, prompt_tokens = self.any_use()
+        self.note(infos, prompt_tokens)
+        self.r.leave([Offer(0, info, prompt_tokens, used) for info in reversed(infos)])
+
+    def any_use(self) -> tuple[bool, int]:
+        return self.rng.random() < 0.5, self.rng.choice((1, 1000))
+
+    def note(self, infos: list[PageInfo], prompt_tokens: int) -> None:
+        if prompt_tokens >= self.r.lower.policy.l3_min_tokens:
+            self.wanted |= {page_of(OWNER, MODEL, info).name for info in infos}
 
 
 SETTINGS: list[dict[str, Any]] = [
@@ -148,6 +161,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"keep": False},
     {"write": "write-back"},
     {"write": "write-back", "keep": False},
+    {"write": "write-back", "l3_min_tokens": 100, "l3_admission": "second-use"},
     {"write": "write-through-selective", "l3_min_tokens": 100},
     {"l3_admission": "second-use", "load": "auto"},
 ]

@@ -12,7 +12,7 @@ from jkv.cache.disk_tier import DiskTier
 from jkv.cache.gate import CostGate
 from jkv.cache.host_tier import HostTier
 from jkv.cache.keys import request_root
-from jkv.cache.l1 import L1Pool
+from jkv.cache.l1 import L1Pool, Offer
 from jkv.cache.l3.listing import Listing
 from jkv.cache.l3.names import StoredPage, page_of
 from jkv.cache.l3.reasons import Reason
@@ -21,7 +21,6 @@ from jkv.cache.load import Load, PageState
 from jkv.cache.lookup import Policy
 from jkv.cache.lower import LowerTiers
 from jkv.cache.pages import PageInfo, Source, page_infos
-from jkv.cache.saving import Offer
 
 PAGE = 4
 OWNER, MODEL = "me", "0123abcd"
@@ -192,6 +191,19 @@ class Rig:
         for offer in chosen:
             self.lower.saved(offer, content(offer.info))
         return len(chosen)
+
+    def leave(self, offers: Sequence[Offer]) -> None:
+        """L1 gives these pages up, under write-back."""
+        self.lower.leaving += offers
+        for offer in self.lower.take_leaving():
+            self.lower.saved(offer, content(offer.info))
+
+    def drain(self) -> None:
+        """Writes all that is for L3."""
+        drained: list[bool] = []
+        self.lower.when_drained(lambda: drained.append(True))
+        self.settle()
+        assert drained
 
     def begin(self, infos: Sequence[PageInfo]) -> Load | None:
         load = self.lower.begin(infos)

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jkv.cache.l1 import Offer
 from jkv.cache.l3.reasons import Reason
 from jkv.cache.pages import PageInfo, Tier, page_infos
-from jkv.cache.saving import Offer
 from jkv.engine.cache_admin import CacheAdmin
 from jkv.engine.request import FinishReason
 from jkv.engine.runner import Runner
@@ -323,6 +323,19 @@ def test_write_back_saves_what_a_page_held_before_its_room_was_given_away() -> N
         m.one(prompt, 6)
     for prompt in prompts:
         assert m.one(prompt, 6).cached_tokens == 12
+
+
+@pytest.mark.parametrize("write", ["write-through", "write-through-selective", "write-back"])
+def test_short_prompts_never_reach_the_disk(write: str) -> None:
+    """Neither when L1 gives them up, nor at a stop; but for what a longer prompt shares with them."""
+    m = machine(pages=8, write=write, l2=64, l3_min_tokens=20)
+    short = [[100 * i + j for j in range(13)] for i in range(1, 6)]
+    for prompt in (*short, PROMPT[:13], PROMPT, PROMPT, *short, *short):
+        m.one(prompt)
+    while m.transfers.write_down():
+        m.rig.settle()
+    m.rig.settle()
+    assert {page.key for page in m.rig.disk.own_pages()} == {info.key for info in infos(PROMPT)}
 
 
 @pytest.mark.parametrize("write", ["write-through", "write-back"])
