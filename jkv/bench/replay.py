@@ -66,11 +66,11 @@ class NullStore:
         pass
 
 
-class _NullPages:
-    def host_bytes(self, payload: Any) -> np.ndarray:
+class _NullCodec:
+    def page_to_bytes(self, payload: Any) -> np.ndarray:
         return payload
 
-    def host_page(self, data: np.ndarray) -> Any:
+    def page_from_bytes(self, data: np.ndarray) -> Any:
         return data
 
 
@@ -120,7 +120,7 @@ class Replay:
 
     def _tiers(self, l2: int, l3: int) -> LowerTiers:
         nothing = Listing(own=[], foreign=[], stale=[])
-        disk = DiskTier(NullStore(), nothing, l3, _NullPages(), self._posted.append) if l3 else None
+        disk = DiskTier(NullStore(), nothing, l3, _NullCodec(), self._posted.append) if l3 else None
         return LowerTiers(
             self._pool,
             HostTier(l2, keep=True),

@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from jkv.cache.l3.listing import Listing
 from jkv.cache.l3.names import StoredPage
 from jkv.cache.l3.reasons import Reason
 from jkv.cache.l3.store import ReadOutcome, WriteOutcome
+from jkv.cache.page_codec import PageCodec
 from jkv.cache.page_tree import PageTree
 from jkv.cache.pages import PageInfo, Tier
 from jkv.cache.replica import StorePlace
@@ -51,18 +52,6 @@ class Store(Protocol):
     def close(self) -> None: ...
 
 
-class HostPages(Protocol):
-    """The device's side of a page in host memory; both may be called from any thread."""
-
-    def host_bytes(self, page: Any, /) -> np.ndarray:
-        """Its bytes, flat uint8; waits for the copy from the device."""
-        ...
-
-    def host_page(self, data: np.ndarray, /) -> Any:
-        """A page in host memory, from its bytes."""
-        ...
-
-
 @dataclass(slots=True, eq=False)
 class _Own:
     stored: StoredPage | None  # None while it is being written
@@ -84,14 +73,14 @@ class DiskTier:
         store: Store,
         listing: Listing,
         capacity_bytes: int,
-        pages: HostPages,
+        codec: PageCodec,
         post: Callable[[Callable[[], None]], None],
         changes: ChangeLog | None = None,
         place: StorePlace | None = None,
     ) -> None:
         self.place = place
         self.on_own: Callable[[bytes, bool], None] | None = None
-        self.store, self.pages, self._post, self._changes = store, pages, post, changes
+        self.store, self.codec, self._post, self._changes = store, codec, post, changes
         self.errors: Counter[str] = Counter()
         self.quarantined = 0
         self.capacity_bytes = capacity_bytes

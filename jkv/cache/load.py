@@ -20,7 +20,7 @@ class PageState(Enum):
 
 
 @dataclass(eq=False, slots=True)
-class HostPage:
+class L2Page:
     """A page in L2, or on its way there from L3 or a peer: then `payload` is None.
 
     `payload` is whatever the device's side makes of a page in host memory. A page with holds is not evicted.
@@ -46,7 +46,7 @@ class Load:
     infos: Sequence[PageInfo]
     end: int
     next: int = 0
-    held: dict[int, HostPage] = field(default_factory=dict)
+    held: dict[int, L2Page] = field(default_factory=dict)
     late_at: float | None = None
     peer: PeerHint | None = None
     local_end: int = 0  # pages from here on come from the peer

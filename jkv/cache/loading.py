@@ -17,7 +17,7 @@ import numpy as np
 from jkv.cache.breaker import BreakerState
 from jkv.cache.l3.reasons import Reason
 from jkv.cache.l3.store import ReadOutcome
-from jkv.cache.load import HostPage, Load, PageState
+from jkv.cache.load import L2Page, Load, PageState
 from jkv.cache.lookup import TierLookup, tell
 from jkv.cache.pages import PEER, PageInfo, Source, Tier
 from jkv.cache.peers import PeerHint
@@ -195,7 +195,7 @@ class Loading(TierLookup):
                     load.held[load.next] = page
             load.next += 1
 
-    def _read(self, info: PageInfo, queued: bool) -> HostPage | None:
+    def _read(self, info: PageInfo, queued: bool) -> L2Page | None:
         if self.disk is None or self.disk.find(info) is None or self._loads_hold_enough(queued):
             return None
         page = self._place(info, None, through=True) if self.reading.allows() else None
@@ -213,7 +213,7 @@ class Loading(TierLookup):
         """Starts to fetch the pages that follow from the load's peer, as many as L2 has room for."""
         assert self.peers is not None
         assert load.peer is not None
-        pages: deque[HostPage] = deque()
+        pages: deque[L2Page] = deque()
         while load.next < load.end and len(pages) < _FETCH_PAGES and not self._loads_hold_enough(queued):
             info = load.infos[load.next]
             there = self.pool.find(info) is not None or self.host.find(info) is not None
@@ -235,9 +235,9 @@ class Loading(TierLookup):
             lambda payload: self._fetched(pages.popleft(), payload),
             lambda: self._fetch_ended(pages, count, started),
         )
-        unwanted: set[HostPage] = set()
+        unwanted: set[L2Page] = set()
 
-        def give_up(page: HostPage) -> None:
+        def give_up(page: L2Page) -> None:
             unwanted.add(page)
             if unwanted.issuperset(pages):  # all that is yet to come
                 cancel()
@@ -246,19 +246,19 @@ class Loading(TierLookup):
             page.cancel = partial(give_up, page)
         return True
 
-    def _fetched(self, page: HostPage, payload: Any) -> None:
+    def _fetched(self, page: L2Page, payload: Any) -> None:
         page.cancel = None
         self.host.arrived(page, payload)
         self.host.release(page)
 
-    def _fetch_ended(self, missing: Sequence[HostPage], count: int, started: float) -> None:
+    def _fetch_ended(self, missing: Sequence[L2Page], count: int, started: float) -> None:
         """Those that have not come will not."""
         for page in missing:
             self._fetched(page, None)
         if count > len(missing):
             self.gate.record_load(PEER, count - len(missing), self._clock() - started)
 
-    def _start_read(self, page: HostPage) -> None:
+    def _start_read(self, page: L2Page) -> None:
         assert self.disk is not None
         stored = self.disk.find(page.info)
         assert stored is not None
@@ -281,17 +281,17 @@ class Loading(TierLookup):
         full = self._loads_hold_enough(queued) and not load.held
         return there and waits and full and self.reading.state is BreakerState.CLOSED
 
-    def _deliver(self, page: HostPage, outcome: ReadOutcome) -> None:
+    def _deliver(self, page: L2Page, outcome: ReadOutcome) -> None:
         """On a thread of the store: makes the bytes a page and hands it over."""
         assert self.disk is not None
         try:
-            payload = None if outcome.data is None else self.disk.pages.host_page(outcome.data)
+            payload = None if outcome.data is None else self.disk.codec.page_from_bytes(outcome.data)
         except Exception:
             _log.exception("a page read from L3 could not be put into host memory")
             payload = None
         self._post(lambda: self._arrived(page, payload, outcome))
 
-    def _arrived(self, page: HostPage, payload: Any | None, outcome: ReadOutcome) -> None:
+    def _arrived(self, page: L2Page, payload: Any | None, outcome: ReadOutcome) -> None:
         assert self.disk is not None
         burst = self._reads.ended(outcome.data, self._clock())
         if outcome.reason is Reason.CANCELLED and page.holds > 1 and self.disk.find(page.info) is not None:
@@ -309,7 +309,7 @@ class Loading(TierLookup):
         tell(self.reading, outcome.reason)
         self.host.release(page)
 
-    def _place(self, info: PageInfo, payload: Any | None, through: bool) -> HostPage | None:
+    def _place(self, info: PageInfo, payload: Any | None, through: bool) -> L2Page | None:
         """Adds a page to L2. One on its way through, from or to L3, may take the room of a page above it that
         no pin keeps, where L2 is full of these, if L3 has that page as well: so prompts longer than L2 pass.
         """
@@ -325,7 +325,7 @@ class Loading(TierLookup):
         self.host.tree.evictions += 1
         return self.host.add(info, payload)
 
-    def _may_give_way(self, page: HostPage) -> bool:
+    def _may_give_way(self, page: L2Page) -> bool:
         assert self.disk is not None
         kept = page.holds or self.host.tree.is_pinned(page.info.key)
         return not kept and self.disk.find(page.info) is not None

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jkv.cache.breaker import Breaker
-from jkv.cache.disk_tier import HostPages
 from jkv.cache.l3 import format
 from jkv.cache.l3.format import StoreIdentity
+from jkv.cache.page_codec import PageCodec
 from jkv.cache.pages import PageInfo
 from jkv.cache.peers import PeerClient
 
@@ -34,13 +34,13 @@ class PeerTier:
         self,
         client: PeerClient,
         identity: StoreIdentity,
-        pages: HostPages,
+        codec: PageCodec,
         post: Callable[[Callable[[], None]], None],
         clock: Callable[[], float],
         trusts: Callable[[str], bool],
     ) -> None:
         self.errors: Counter[str] = Counter()
-        self._client, self._identity, self._pages = client, identity, pages
+        self._client, self._identity, self._codec = client, identity, codec
         self._post, self._clock, self._trusts = post, clock, trusts
         self._breakers: OrderedDict[str, Breaker] = OrderedDict()
 
@@ -72,7 +72,7 @@ class PeerTier:
             if reason is not None:
                 wrong = reason.value
                 return
-            payload = self._pages.host_page(format.payload(data))
+            payload = self._codec.page_from_bytes(format.payload(data))
             came += 1
             self._post(lambda: arrived(payload))
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from jkv.cache.l1 import Offer
 from jkv.cache.l3.store import WriteOutcome
-from jkv.cache.load import HostPage
+from jkv.cache.load import L2Page
 from jkv.cache.loading import Loading
 from jkv.cache.lookup import tell
 from jkv.cache.pages import PageInfo, Tier
@@ -35,10 +35,10 @@ class Saving(Loading):
         super().__init__(*args, **kwargs)
         self.write_speed = Speed()  # bytes of L3
         self.leaving: list[Offer] = []  # pages that L1 gave up and that are to be copied before the next step
-        self._backlog: deque[HostPage] = deque()
+        self._backlog: deque[L2Page] = deque()
         self._writing = 0
         self._seen: OrderedDict[bytes, None] = OrderedDict()
-        self._unwritten: dict[HostPage, int] = {}  # on its way to L3, in order: numbers as they were queued
+        self._unwritten: dict[L2Page, int] = {}  # on its way to L3, in order: numbers as they were queued
         self._queued = 0
         self._drained: list[tuple[int, Callable[[], None]]] = []  # after the write of that number
         self._write_back = self.policy.write == "write-back"
@@ -69,7 +69,7 @@ class Saving(Loading):
         self._rising.clear()
         return [o for o in leaving if not self._below(o) and (self.host.keep or self.admits(o))]
 
-    def saved(self, offer: Offer, payload: Any) -> HostPage | None:
+    def saved(self, offer: Offer, payload: Any) -> L2Page | None:
         """Takes a page's copy into L2, and on to L3 as the policy says; None where L2 has no room."""
         through = self.admits(offer) and not self._waits_in_l2
         page = self._place(offer.info, payload, through) if through or self._follows(offer.info) else None
@@ -145,7 +145,7 @@ class Saving(Loading):
         """Whether what is for L3 goes there only when L2 gives it up."""
         return self._write_back and self.host.keep
 
-    def _send_on(self, page: HostPage) -> None:
+    def _send_on(self, page: L2Page) -> None:
         """Sends a page of L2 to L3, now or when L2 gives it up."""
         assert self.disk is not None
         if not self._waits_in_l2:
@@ -154,7 +154,7 @@ class Saving(Loading):
             self.host.dirty[page.info.key] = page
             self._clean()
 
-    def _queue(self, page: HostPage) -> None:
+    def _queue(self, page: L2Page) -> None:
         assert self.disk is not None
         if page in self._unwritten or self.disk.has(page.info):
             return
@@ -181,7 +181,7 @@ class Saving(Loading):
             self._writing += 1
             self.disk.store.write(
                 page.info,
-                partial(self.disk.pages.host_bytes, page.payload),
+                partial(self.disk.codec.page_to_bytes, page.payload),
                 partial(self._after_write, page),
             )
 
@@ -193,11 +193,11 @@ class Saving(Loading):
             self._unqueue(page)
             self._drop(page)
 
-    def _after_write(self, page: HostPage, outcome: WriteOutcome) -> None:
+    def _after_write(self, page: L2Page, outcome: WriteOutcome) -> None:
         """On a thread of the store."""
         self._post(lambda: self._written(page, outcome))
 
-    def _written(self, page: HostPage, outcome: WriteOutcome) -> None:
+    def _written(self, page: L2Page, outcome: WriteOutcome) -> None:
         assert self.disk is not None
         self._writing -= 1
         if self.disk.written(page.info, outcome):
@@ -210,20 +210,20 @@ class Saving(Loading):
         self._write_some()
         self._settle()
 
-    def _promise(self, page: HostPage) -> None:
+    def _promise(self, page: L2Page) -> None:
         """Keeps a page in L2 until it is written."""
         page.promised = True
         self._promised += 1
         self.host.hold(page)
 
-    def _unqueue(self, page: HostPage) -> None:
+    def _unqueue(self, page: L2Page) -> None:
         del self._unwritten[page]
         if page.promised:
             page.promised = False
             self._promised -= 1
             self.host.release(page)
 
-    def _drop(self, page: HostPage) -> None:
+    def _drop(self, page: L2Page) -> None:
         self.counts.by_tier[Tier.L3].drops += 1
         _log.debug("page %s is not written to L3", page.info.key.hex())
 

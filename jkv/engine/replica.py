@@ -247,7 +247,7 @@ class EngineReplica:
         return found
 
     def _encode(self, info: PageInfo, payload: Any) -> bytes:
-        return encode(self._identity, info, self._runner.host_bytes(payload))
+        return encode(self._identity, info, self._runner.page_to_bytes(payload))
 
     def _event(self, number: int, load: ReplicaLoad, **fields: Any) -> ReplicaEvent:
         return ReplicaEvent(incarnation=self.incarnation, number=number, load=load, **fields)

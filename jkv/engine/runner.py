@@ -153,12 +153,12 @@ class Runner:
         """Returns when everything dispatched so far has been done to the pool."""
         jax.block_until_ready(self._pool)
 
-    def host_bytes(self, page: HostPage) -> np.ndarray:
+    def page_to_bytes(self, page: HostPage) -> np.ndarray:
         """A page's bytes, flat uint8, not to be written to; waits until it has arrived. For any thread."""
         return page_to_bytes(page, self.plan.pool)
 
-    def host_page(self, data: np.ndarray) -> HostPage:
-        """The page of which `data` are the `host_bytes`. For any thread.
+    def page_from_bytes(self, data: np.ndarray) -> HostPage:
+        """The page that `page_to_bytes` made these bytes of. For any thread.
 
         Takes `data` over, where it can without a copy: nobody may write to it any more.
 

@@ -30,7 +30,7 @@ _STAGING_PAGES = 16
 Post = Callable[[Callable[[], None]], None]
 
 
-def host_pages(config: ServeConfig, page_bytes: int) -> int:
+def host_page_count(config: ServeConfig, page_bytes: int) -> int:
     """How many pages of host memory L2, or in its stead the staging of L3, may take.
 
     Raises:
@@ -61,7 +61,7 @@ def build_lower(
     """
     return LowerTiers(
         pool,
-        HostTier(host_pages(config, runner.host_page_bytes), keep=config.l2_bytes > 0, changes=changes),
+        HostTier(host_page_count(config, runner.host_page_bytes), keep=config.l2_bytes > 0, changes=changes),
         None if config.l3_dir is None else _open_disk(config, config.l3_dir, runner, identity, post, changes),
         gate=CostGate(page_size=config.page_size, clock=time.monotonic),
         policy=Policy(

@@ -12,7 +12,7 @@ from jkv.cache.l3.names import StoredPage, page_of
 from jkv.cache.l3.reasons import Reason
 from jkv.cache.l3.store import WriteOutcome
 from jkv.cache.pages import PageInfo
-from tests.cache.tiers import MODEL, OWNER, BytePages, FakeStore, content, prompt
+from tests.cache.tiers import MODEL, OWNER, ByteCodec, FakeStore, content, prompt
 
 
 class Disk:
@@ -29,7 +29,7 @@ class Disk:
         self.store = FakeStore()
         self.calls: list[Callable[[], None]] = []
         listing = Listing(own=own or [], foreign=foreign or [], stale=stale or [])
-        self.tier = DiskTier(self.store, listing, capacity, BytePages(), self.calls.append)
+        self.tier = DiskTier(self.store, listing, capacity, ByteCodec(), self.calls.append)
 
     def write(self, info: PageInfo, reason: Reason | None = None) -> bool:
         """Whether the page was published; what goes for it is deleted before."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-
 from jkv.cache.disk_tier import DiskTier
 from jkv.cache.gate import CostGate
 from jkv.cache.host_tier import HostTier
@@ -15,20 +13,13 @@ from jkv.cache.lookup import Policy
 from jkv.cache.lower import LowerTiers
 from jkv.cache.pages import Tier
 from tests.cache.l3.pages import PAGE_SIZE, chain, identity, open_store
-
-
-class _Pages:
-    def host_bytes(self, page: np.ndarray, /) -> np.ndarray:
-        return page
-
-    def host_page(self, data: np.ndarray, /) -> np.ndarray:
-        return data
+from tests.cache.tiers import ByteCodec
 
 
 def test_misses_are_counted_in_a_tier_that_is_still_empty(tmp_path: Path) -> None:
     calls: list[Callable[[], None]] = []
     store, model = open_store(tmp_path, identity()), identity()
-    disk = DiskTier(store, store.list(), 2**20, _Pages(), calls.append)
+    disk = DiskTier(store, store.list(), 2**20, ByteCodec(), calls.append)
     gate = CostGate(page_size=PAGE_SIZE, clock=lambda: 0.0)
     host = HostTier(4, keep=True)
     lower = LowerTiers(L1Pool(4, PAGE_SIZE), host, disk, gate=gate, policy=Policy(), post=calls.append)

@@ -4,12 +4,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jkv.cache.host_tier import HostTier
-from jkv.cache.load import HostPage
+from jkv.cache.load import L2Page
 from jkv.cache.pages import PageInfo
 from tests.cache.tiers import content, prompt
 
 
-def add(host: HostTier, info: PageInfo) -> HostPage | None:
+def add(host: HostTier, info: PageInfo) -> L2Page | None:
     return host.add(info, content(info))
 
 
@@ -98,7 +98,7 @@ def test_the_bound_is_hard_and_held_pages_stay(
 ) -> None:
     host = HostTier(capacity, keep=keep)
     infos = [info for family in range(6) for info in prompt(family, 5)]
-    holds: list[HostPage] = []
+    holds: list[L2Page] = []
     for action, number in actions:
         info = infos[number % len(infos)]
         page = host.find(info)

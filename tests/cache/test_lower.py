@@ -373,14 +373,14 @@ class TestFaults:
 
     def test_bytes_that_make_no_page_are_a_miss(self) -> None:
         class NoMemory:
-            def host_bytes(self, page: object, /) -> object:
+            def page_to_bytes(self, page: object, /) -> object:
                 return page
 
-            def host_page(self, data: object, /) -> object:
+            def page_from_bytes(self, data: object, /) -> object:
                 raise MemoryError("no host memory")
 
         infos = prompt(1, 2)
-        r = rig(own=infos, pages=NoMemory())
+        r = rig(own=infos, codec=NoMemory())
         assert r.hit(infos) == []
         r.check_at_rest()
 

@@ -137,13 +137,13 @@ class FakeStore:
         return [o for o in self.operations if o.kind == kind]
 
 
-class BytePages:
+class ByteCodec:
     """Pages in host memory that are their own bytes."""
 
-    def host_bytes(self, page: np.ndarray, /) -> np.ndarray:
+    def page_to_bytes(self, page: np.ndarray, /) -> np.ndarray:
         return page
 
-    def host_page(self, data: np.ndarray, /) -> np.ndarray:
+    def page_from_bytes(self, data: np.ndarray, /) -> np.ndarray:
         return data
 
 
@@ -267,7 +267,7 @@ def rig(
     l2: int = 16,
     l3: int = 64,
     keep: bool = True,
-    pages: Any = None,
+    codec: Any = None,
     own: Sequence[PageInfo] = (),
     foreign: Sequence[PageInfo] = (),
     **policy: Any,
@@ -285,7 +285,7 @@ def rig(
     for infos, stored in ((own, listing.own), (foreign, listing.foreign)):
         for info, page in zip(infos, stored, strict=True):
             store.objects[page.name] = info, content(info)
-    disk = DiskTier(store, listing, l3, pages or BytePages(), calls.append)
+    disk = DiskTier(store, listing, l3, codec or ByteCodec(), calls.append)
     lower = LowerTiers(
         L1Pool(l1, PAGE),
         HostTier(l2, keep=keep),

@@ -159,13 +159,13 @@ def test_a_page_has_the_same_bytes_whatever_the_number_of_devices(kv_dtype: str)
     data = np.random.default_rng(0).integers(0, 256, plan.pool.page_bytes, np.uint8)
     for tp in (1, 2, 4, 8):
         runner = _mover(plan if tp == 1 else over(plan, _mesh(tp)))
-        page = runner.host_page(data.copy())
-        assert runner.host_bytes(page).tobytes() == data.tobytes()
+        page = runner.page_from_bytes(data.copy())
+        assert runner.page_to_bytes(page).tobytes() == data.tobytes()
         runner.restore([3], [page])
         (moved,) = runner.save([3])
-        assert runner.host_bytes(moved).tobytes() == data.tobytes()
+        assert runner.page_to_bytes(moved).tobytes() == data.tobytes()
         assert [_device_bytes(moved, d) for d in jax.devices()[:tp]] == [runner.host_page_bytes // tp] * tp
-        assert not any(any(runner.host_bytes(page)) for page in runner.save([2]))
+        assert not any(any(runner.page_to_bytes(page)) for page in runner.save([2]))
 
 
 @pytest.mark.parametrize("stacked", [False, True], ids=["unrolled", "scanned"])

@@ -71,12 +71,12 @@ def test_a_copy_keeps_what_the_page_held_when_it_was_asked_for(runner: Runner) -
 
 def test_bytes_are_a_read_only_view_of_a_page_in_one_piece(runner: Runner) -> None:
     (page,) = runner.save([3])
-    data = runner.host_bytes(page)
+    data = runner.page_to_bytes(page)
     assert (data.dtype, data.shape) == (np.uint8, (runner.page_bytes,))
     assert page.nbytes == runner.page_bytes
     if page.scales is None:
         assert not data.flags.writeable
-        assert runner.host_bytes(page).ctypes.data == data.ctypes.data
+        assert runner.page_to_bytes(page).ctypes.data == data.ctypes.data
     else:
         assert data.tobytes() == np.asarray(page.values).tobytes() + np.asarray(page.scales).tobytes()
 
@@ -88,7 +88,7 @@ def test_threads_turn_pages_to_bytes_and_back_beside_the_engines(runner: Runner)
     runner.restore(numbers, pages)
 
     def there_and_back(page: HostPage) -> HostPage:
-        return runner.host_page(runner.host_bytes(page).copy())
+        return runner.page_from_bytes(runner.page_to_bytes(page).copy())
 
     with ThreadPoolExecutor(4) as pool:
         futures = [pool.submit(there_and_back, p) for p in runner.save(numbers)]
@@ -101,15 +101,15 @@ def test_threads_turn_pages_to_bytes_and_back_beside_the_engines(runner: Runner)
 
 def test_bytes_of_another_size_are_no_page(runner: Runner) -> None:
     with pytest.raises(ValueError, match=f"one has {runner.page_bytes}"):
-        runner.host_page(np.zeros(runner.page_bytes + 64, np.uint8))
+        runner.page_from_bytes(np.zeros(runner.page_bytes + 64, np.uint8))
 
 
 def _random_pages(runner: Runner, rng: np.random.Generator, count: int) -> list[HostPage]:
-    return [runner.host_page(rng.integers(0, 256, runner.page_bytes, np.uint8)) for _ in range(count)]
+    return [runner.page_from_bytes(rng.integers(0, 256, runner.page_bytes, np.uint8)) for _ in range(count)]
 
 
 def _bytes(runner: Runner, page: HostPage) -> bytes:
-    return runner.host_bytes(page).tobytes()
+    return runner.page_to_bytes(page).tobytes()
 
 
 def _runner(plan: ProgramPlan) -> Runner:

@@ -31,13 +31,13 @@ from tests.engine.test_scheduler import PAGE, Machine, expected
 _EMPTY = -1
 
 
-class TokenPages:
+class TokenCodec:
     """Pages in host memory that are the tokens whose keys and values they would hold."""
 
-    def host_bytes(self, page: np.ndarray, /) -> np.ndarray:
+    def page_to_bytes(self, page: np.ndarray, /) -> np.ndarray:
         return page.view(np.uint8)
 
-    def host_page(self, data: np.ndarray, /) -> np.ndarray:
+    def page_from_bytes(self, data: np.ndarray, /) -> np.ndarray:
         return data.view(np.int64)
 
 
@@ -135,7 +135,7 @@ class TieredMachine(Machine):
 def machine(
     *, pages: int = 64, seqs: int = 4, batched: int = 16, mixed: int = 8, restores: int = 16, **tiers: Any
 ) -> TieredMachine:
-    r = rig(l1=pages, pages=TokenPages(), **tiers)
+    r = rig(l1=pages, codec=TokenCodec(), **tiers)
     limits = Limits(
         max_num_seqs=seqs, max_batched_tokens=batched, max_mixed_tokens=mixed, max_mixed_restores=restores
     )
