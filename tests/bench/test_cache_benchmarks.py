@@ -7,45 +7,21 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from textwrap import dedent
-from typing import Any
 
 import pytest
 
 from jkv.bench import __main__ as bench
 from jkv.bench import engine_process
-from jkv.bench.calibrate import Calibration
 
+from .running import refusal, run_json
 from .servers import MAX_MODEL_LEN, PAGE_BYTES, PAGE_SIZE, PAGES_CAPACITY, FakeModel, grpc_server, http_server
 from .traces import make_trace
-
-
-@pytest.fixture(autouse=True)
-def _calibration(monkeypatch: pytest.MonkeyPatch) -> None:
-    fixed = Calibration(matmul_gflops=65.0, matmul_vs_reference=0.5, memory_read_gb_per_s=12.3)
-    monkeypatch.setattr(bench, "calibrate", lambda: fixed)
-
-
-@pytest.fixture
-def model() -> FakeModel:
-    return FakeModel()
 
 
 @pytest.fixture
 def url(model: FakeModel) -> Iterator[str]:
     with grpc_server(model) as url:
         yield url
-
-
-def run_json(capsys: pytest.CaptureFixture[str], *argv: str, status: int = 0) -> dict[str, Any]:
-    assert bench.main([*argv, "--json"]) == status
-    return json.loads(capsys.readouterr().out)
-
-
-def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    assert bench.main(argv) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    return printed.err
 
 
 ROUNDS = (

@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import socket
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 from jkv.bench import __main__ as bench
-from jkv.bench.calibrate import Calibration
 
+from .running import refusal, run_json
 from .servers import MAX_MODEL_LEN, PAGE_SIZE, VOCAB_SIZE, FakeModel, grpc_server, http_server
 
 SMALL = ("--input-len", "64", "--output-len", "5", "--num-prompts", "6")
-
-
-@pytest.fixture(autouse=True)
-def _calibration(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fixed one: test_report.py runs the real one, which takes seconds."""
-    fixed = Calibration(matmul_gflops=65.0, matmul_vs_reference=0.5, memory_read_gb_per_s=12.3)
-    monkeypatch.setattr(bench, "calibrate", lambda: fixed)
-
-
-@pytest.fixture
-def model() -> FakeModel:
-    return FakeModel()
 
 
 @pytest.fixture(params=["grpc", "http"])
@@ -35,19 +21,6 @@ def target(request: pytest.FixtureRequest, model: FakeModel) -> Iterator[tuple[s
     server = grpc_server if request.param == "grpc" else http_server
     with server(model) as url:
         yield ("--target", url, *(() if request.param == "grpc" else ("--vocab-size", str(VOCAB_SIZE))))
-
-
-def run_json(capsys: pytest.CaptureFixture[str], *argv: str, status: int = 0) -> dict[str, Any]:
-    assert bench.main([*argv, "--json"]) == status
-    return json.loads(capsys.readouterr().out)
-
-
-def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    assert bench.main(argv) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.startswith("error: ")
-    return printed.err
 
 
 def test_serving_sends_what_was_asked_and_measures_it(

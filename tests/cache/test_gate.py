@@ -4,14 +4,7 @@ import pytest
 
 from jkv.cache.gate import PROBE_AFTER_S, CostGate
 from jkv.cache.pages import Tier
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.cache.clock import Clock
 
 
 @pytest.fixture

@@ -21,18 +21,11 @@ from jkv.cache.load import Load, PageState
 from jkv.cache.lookup import Policy
 from jkv.cache.lower import LowerTiers
 from jkv.cache.pages import PageInfo, Source, page_infos
+from tests.cache.clock import Clock
 
 PAGE = 4
 OWNER, MODEL = "me", "0123abcd"
 SECONDS = 0.001  # that each answer of the store claims to have taken
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @dataclass(eq=False)
