@@ -9,7 +9,6 @@ import contextlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -84,8 +83,9 @@ class DiskTier:
         self.errors: Counter[str] = Counter()
         self.quarantined = 0
         self.capacity_bytes = capacity_bytes
-        self._deleting = 0
-        self._when_deleted: list[Callable[[], None]] = []
+        self._deleting: dict[int, None] = {}  # numbers of deletions under way, in order
+        self._deletions = 0
+        self._when_deleted: deque[tuple[int, Callable[[], None]]] = deque()  # after those up to a number
         self._budget = max(0, capacity_bytes - store.overhead_bytes)
         self._stale = deque(listing.stale)
         self._undeleted: dict[bytes, StoredPage] = {}
@@ -198,8 +198,8 @@ class DiskTier:
         return True
 
     def when_deleted(self, done: Callable[[], None]) -> None:
-        """Has `done` called once what was to be deleted is gone from the store."""
-        self._when_deleted.append(done)
+        """Has `done` called once what is to be deleted by now is gone from the store, or could not be."""
+        self._when_deleted.append((self._deletions, done))
         self._settle()
 
     def own_pages(self) -> list[StoredPage]:
@@ -257,22 +257,23 @@ class DiskTier:
                 self._delete(own.stored)
 
     def _delete(self, page: StoredPage) -> None:
-        self._deleting += 1
-        self.store.delete(page, partial(self._after_delete, page))
+        self.store.delete(page, self._start_deletion(page))
 
     def _quarantine(self, page: StoredPage) -> None:
         if page.owner != self.store.owner:
             self.store.quarantine(page, None)
             return
-        self._deleting += 1
-        self.store.quarantine(page, partial(self._after_delete, page))
+        self.store.quarantine(page, self._start_deletion(page))
 
-    def _after_delete(self, page: StoredPage, freed: bool) -> None:
-        """On a thread of the store."""
-        self._post(lambda: self._deleted(page, freed))
+    def _start_deletion(self, page: StoredPage) -> Callable[[bool], None]:
+        """What a thread of the store is to call at its end."""
+        self._deletions += 1
+        number = self._deletions
+        self._deleting[number] = None
+        return lambda freed: self._post(lambda: self._deleted(page, number, freed))
 
-    def _deleted(self, page: StoredPage, freed: bool) -> None:
-        self._deleting -= 1
+    def _deleted(self, page: StoredPage, number: int, freed: bool) -> None:
+        del self._deleting[number]
         if page == self._trying:
             self._trying = None
             self._undeleted.pop(page.key, None)
@@ -289,10 +290,9 @@ class DiskTier:
         self._resize()
 
     def _settle(self) -> None:
-        if not self._deleting:
-            waiting, self._when_deleted = self._when_deleted, []
-            for done in waiting:
-                done()
+        first = next(iter(self._deleting), self._deletions + 1)
+        while self._when_deleted and self._when_deleted[0][0] < first:
+            self._when_deleted.popleft()[1]()
 
     def _drop_stale(self) -> None:
         page = self._stale.popleft()

@@ -232,6 +232,25 @@ def test_whoever_waits_for_deletions_hears_when_they_are_done() -> None:
     assert len(heard) == 2
 
 
+def test_whoever_waits_for_deletions_does_not_wait_for_later_ones() -> None:
+    """On a busy engine there is always another one under way."""
+    d = Disk(8)
+    infos = prompt(1, 6)
+    for info in infos:
+        d.write(info)
+    heard: list[str] = []
+    leaves = reversed(infos)
+    d.tier.remove(next(leaves).key)
+    d.tier.remove(next(leaves).key)
+    d.tier.when_deleted(lambda: heard.append("two"))
+    for info in leaves:
+        d.tier.remove(info.key)
+        d.store.finish(d.store.pending("delete")[0])
+        d.calls.pop(0)()
+        assert d.tier._deleting
+    assert heard == ["two"]
+
+
 @settings(deadline=None, max_examples=150)
 @given(
     capacity=st.integers(0, 8),

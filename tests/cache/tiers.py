@@ -236,7 +236,7 @@ class Rig:
         assert len(self.host.tree) <= self.host.tree.capacity
         assert len(self.disk) <= self.disk.capacity_bytes
         own = sum(name.startswith(OWNER) for name in self.store.objects)
-        assert own <= self.disk.capacity_bytes + self.disk._deleting + len(self.disk._undeleted)
+        assert own <= self.disk.capacity_bytes + len(self.disk._deleting) + len(self.disk._undeleted)
 
     def check_at_rest(self) -> None:
         """After every load has ended and every outcome was delivered: nothing is held, nothing is astray."""
