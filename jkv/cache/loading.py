@@ -116,9 +116,8 @@ class Loading(TierLookup):
         if now < load.late_at:
             return PageState.COMING
         self.counts.late_loads += 1
-        if page is not None and self.disk is not None and not page.fetched:
-            self.disk.errors[f"read_{Reason.LATE.value}"] += 1
-            self.reading.failed()
+        if page is not None:
+            self._note_late(load, page)
         load.end = number
         return PageState.ABSENT
 
@@ -175,6 +174,15 @@ class Loading(TierLookup):
             return self.policy.load_timeout_s
         computing = pages * self.pool.page_size / speed
         return min(self.policy.load_timeout_s, _PATIENCE * computing + _PATIENCE_S)
+
+    def _note_late(self, load: Load, page: L2Page) -> None:
+        """Who was to bring it has failed: that it ends will be heard of too late, or as a cancellation."""
+        if page.fetched:
+            if self.peers is not None and load.peer is not None:
+                self.peers.note_late(load.peer.address)
+        elif self.disk is not None:
+            self.disk.errors[f"read_{Reason.LATE.value}"] += 1
+            self.reading.failed()
 
     def _pump(self, load: Load, *, queued: bool) -> None:
         """Starts reads in order, as far as L2 has room for them."""
@@ -301,7 +309,7 @@ class Loading(TierLookup):
         self.host.arrived(page, payload)
         if outcome.reason is not None:
             self.disk.unreadable(outcome.page, outcome.reason)
-        else:
+        elif payload is not None:
             self.counts.by_tier[Tier.L3].loads += 1
         if burst is not None and burst.pages:
             self.gate.record_load(Tier.L3, burst.pages, burst.seconds)

@@ -51,6 +51,11 @@ class PeerTier:
             return False
         return self._breaker(address).allows()
 
+    def note_late(self, address: str) -> None:
+        """A page of a fetch that is under way has not come when it would have been of use."""
+        self.errors["late"] += 1
+        self._breaker(address).failed()
+
     def fetch(
         self,
         address: str,

@@ -33,6 +33,10 @@ class FakePeers:
 
     def __init__(self) -> None:
         self.fetches: list[Fetch] = []
+        self.late: list[str] = []
+
+    def note_late(self, address: str) -> None:
+        self.late.append(address)
 
     def allows(self, address: str) -> bool:
         return address == HINT.address
@@ -99,6 +103,21 @@ def test_a_peer_that_gives_less_ends_the_load_there() -> None:
     peers.fetches[0].answer(2)
     assert r.bring(load) == ([PEER, PEER], PageState.ABSENT)
     r.lower.end(load)
+    r.check_at_rest()
+
+
+def test_a_peer_that_hangs_is_told_of_by_the_load_that_gives_up() -> None:
+    infos = prompt(1, 4)
+    r, peers = with_peer(load_timeout_s=1.0)
+    load = begin(r, infos)
+    peers.fetches[0].arrived(content(infos[0]))
+    assert r.bring(load) == ([PEER], PageState.COMING)
+    r.clock.now += 1.1
+    assert r.bring(load, 1) == ([], PageState.ABSENT)
+    assert peers.late == [HINT.address]
+    assert r.lower.reading.state == "closed", "the disk is blamed"
+    r.lower.end(load)
+    peers.fetches[0].ended()
     r.check_at_rest()
 
 
