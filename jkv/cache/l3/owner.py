@@ -143,6 +143,9 @@ class LeaseHold:
             except ObjectError as error:
                 _log.warning("the L3 lease could not be renewed: %s", error)
                 continue
+            except Exception:
+                _log.exception("the L3 lease could not be renewed")
+                continue
             if new is None:
                 _log.error("another engine took over this engine's L3 owner; nothing more is written")
                 self._lost = True

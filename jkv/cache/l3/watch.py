@@ -46,6 +46,10 @@ class Watch:
                 _log.debug("L3 could not be listed: %s", error)
                 pause = _PAUSE_S[1]
                 continue
+            except Exception:
+                _log.exception("L3 could not be listed")
+                pause = _PAUSE_S[1]
+                continue
             pause = min(max(_PAUSE_PER_SECOND * (time.monotonic() - started), _PAUSE_S[0]), _PAUSE_S[1])
             if last != (now := frozenset(pages)) and not self._closing.is_set():
                 last = now

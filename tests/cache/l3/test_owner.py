@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -238,6 +239,33 @@ def test_a_holder_whose_answers_are_lost_keeps_its_lease(
     assert LeaseHold.try_claim(flaky, "x") is None
     hold.release()
     assert LeaseHold.try_claim(objects, "x") is not None
+
+
+class _Breaks(KvObjects):
+    """Fails now and then with what nobody has foreseen."""
+
+    calls = 0
+
+    def replace(self, name: str, data: bytes, generation: bytes) -> bytes | None:
+        self.calls += 1
+        if self.calls == 2:
+            raise RuntimeError("not foreseen")
+        return super().replace(name, data, generation)
+
+
+def test_a_lease_is_renewed_again_after_an_unforeseen_error(
+    objects: KvObjects, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(owners, "LEASE_S", 0.06)
+    breaks = _Breaks(objects._kv, None)
+    with caplog.at_level(logging.CRITICAL):
+        hold = LeaseHold.try_claim(breaks, "x")
+        assert hold is not None
+        deadline = time.monotonic() + 10
+        while breaks.calls < 4 and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert breaks.calls >= 4, "the lease is renewed"
+    hold.release()
 
 
 @pytest.mark.parametrize("damage", [b"", b"{}", b"[1]", b'{"holder": 1, "renewed": "x"}'])

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import logging
 import queue
 from pathlib import Path
 
+import pytest
+
 from jkv.cache.l3.names import StoredPage
+from jkv.cache.l3.watch import Watch
 from tests.cache.l3.pages import WAIT_S, chain, identity, open_store, write
 
 
@@ -27,3 +31,21 @@ def test_pages_of_an_owner_that_came_later_are_found_and_their_end_too(tmp_path:
     while pages:
         pages = found.get(timeout=WAIT_S)
     reader.close()
+
+
+def test_a_listing_that_fails_in_an_unforeseen_way_is_not_the_last(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("jkv.cache.l3.watch._PAUSE_S", (0.001, 0.001))
+    found: queue.Queue[list[StoredPage]] = queue.Queue()
+    failures = iter([RuntimeError("not foreseen")])
+
+    def look() -> list[StoredPage]:
+        for error in failures:
+            raise error
+        return []
+
+    with caplog.at_level(logging.CRITICAL):
+        watch = Watch(look, found.put)
+        assert found.get(timeout=WAIT_S) == []
+    watch.close()
