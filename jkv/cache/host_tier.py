@@ -6,7 +6,7 @@ Owner: the engine's thread.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from jkv.cache.events import ChangeLog
@@ -19,7 +19,8 @@ class HostTier:
     """At most `capacity` pages, which is a hard bound: pages on their way in count as well.
 
     Where `keep` is false, it is a staging area: a page goes as soon as nobody holds it. `dirty` are the pages
-    for L3 that it has not been offered yet, oldest first; their owner takes them out.
+    for L3 that it has not been offered yet, oldest first; their owner takes them out, and `on_lost`, where
+    set, hears of those that go before.
     """
 
     def __init__(self, capacity: int, *, keep: bool, changes: ChangeLog | None = None) -> None:
@@ -27,6 +28,7 @@ class HostTier:
         self._changes = changes if keep else None
         self.tree: PageTree[L2Page] = PageTree(capacity)
         self.held = 0
+        self.on_lost: Callable[[L2Page], None] | None = None
         self.dirty: OrderedDict[bytes, L2Page] = OrderedDict()
 
     def find(self, info: PageInfo) -> L2Page | None:
@@ -84,7 +86,8 @@ class HostTier:
 
     def _gone(self, page: L2Page) -> None:
         """Whoever still has the page in a queue must not keep its memory."""
-        self.dirty.pop(page.info.key, None)
+        if self.dirty.pop(page.info.key, None) is not None and self.on_lost is not None:
+            self.on_lost(page)
         if page.payload is not None and self._changes is not None:
             self._changes.remove(Tier.L2, page.info.key)
         page.payload, page.failed = None, True

@@ -44,6 +44,7 @@ class Saving(Loading):
         self._write_back = self.policy.write == "write-back"
         if self._write_back:
             self.pool.on_evict = self.leaving.append
+            self.host.on_lost = self._drop
 
     @property
     def pending_writes(self) -> int:

@@ -191,6 +191,16 @@ class TestPolicies:
         everywhere = {p.info.key for p in r.host.pages()} | {p.key for p in r.disk.own_pages()}
         assert len(everywhere) == 60
 
+    def test_write_back_counts_what_l2_gives_up_before_it_is_written(self) -> None:
+        r = rig(write="write-back", l2=8)
+        for family in range(20):  # of a store that does not answer
+            r.leave([Offer(0, info, 100, used=True) for info in prompt(family, 1)])
+        r.drain()
+        lost = r.lower.counts.by_tier[Tier.L3].drops
+        assert lost > 0
+        assert lost + len(r.store.objects) == 20
+        r.check_at_rest()
+
     def test_write_back_writes_all_of_it_on_demand(self) -> None:
         r = rig(write="write-back", l2=16)
         infos = prompt(1, 10)
