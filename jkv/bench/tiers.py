@@ -24,7 +24,7 @@ from jkv.bench.tiers_engine import Engine, TiersOptions, engine
 __all__ = ["TiersOptions", "engine", "run"]
 
 _MIB = 2**20
-_PASSES = 3
+_PASSES = 5
 _COLD, _RESTART = "cold", "restart"
 
 

@@ -12,22 +12,25 @@ from jkv.errors import ConfigError
 
 _MEMINFO = Path("/proc/meminfo")
 # From glibc's malloc.h.
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 # The largest that every glibc takes, and more than a page of most models.
 _MMAP_THRESHOLD = 32 * 2**20
 _TRIM_THRESHOLD = GIB
 
 
 def keep_freed_memory() -> bool:
-    """Has malloc keep up to a GiB of what was freed for what comes next; True where it can (glibc).
+    """Has malloc keep up to a GiB of what was freed for what comes next; True where it can (glibc). To be
+    called before there are threads.
 
     By default it gives memory of several MiB back to the kernel, and writing to fresh memory is many times
-    slower than writing to memory that pages were in before.
+    slower than writing to memory that pages were in before. And it has an arena for each of several threads,
+    of which none uses what another has freed, and whose emptied parts it gives back whatever it was told.
     """
     if platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    return bool(mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD) and mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD))
+    options = {_M_MMAP_THRESHOLD: _MMAP_THRESHOLD, _M_TRIM_THRESHOLD: _TRIM_THRESHOLD, _M_ARENA_MAX: 1}
+    return all(mallopt(option, value) for option, value in options.items())
 
 
 def host_available() -> int:

@@ -12,20 +12,24 @@ from jkv.engine import host_memory
 from jkv.engine.host_memory import check_host_memory
 from jkv.errors import ConfigError
 
-# Fills 32 blocks of 3 MiB ten times over, and tells how many pages of memory the kernel had to bring.
+# Ten threads, one after the other, fill 32 blocks of 3 MiB: how many pages of memory the kernel had to bring.
 _FAULTS = """
-import ctypes, resource
+import ctypes, resource, threading
 from jkv.engine.host_memory import keep_freed_memory
 kept = {keep} and keep_freed_memory()
 malloc, free, memset = (getattr(ctypes.CDLL(None), name) for name in ("malloc", "free", "memset"))
 malloc.restype, malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
 free.argtypes, memset.argtypes = [ctypes.c_void_p], [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
-for _ in range(10):
+def fill():
     blocks = [malloc(3 << 20) for _ in range(32)]
     for block in blocks:
         memset(block, 1, 3 << 20)
     for block in blocks:
         free(block)
+for _ in range(10):
+    thread = threading.Thread(target=fill)
+    thread.start()
+    thread.join()
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
 """
 

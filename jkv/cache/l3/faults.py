@@ -134,10 +134,10 @@ class FaultyObjects:
         self._random = random.Random(faults.plan.seed)
         self._lock = threading.Lock()
 
-    def read_page(self, name: str) -> Operation:
+    def read_page(self, name: str, size: int) -> Operation:
         plan = self._faults.plan
         fail, short, slow = self._draw(plan.read_fail, plan.read_short, plan.read_slow)
-        inner = _Done() if fail else self._inner.read_page(name)
+        inner = _Done() if fail else self._inner.read_page(name, size)
         return _Delayed(inner, slow * plan.slow_s, _os_error(errno.EIO) if fail else None, short)
 
     def write(self, name: str, data: bytes) -> Operation:

@@ -58,7 +58,9 @@ class Operation(Protocol):
 class Objects(Protocol):
     """Named, immutable objects; a write publishes all of an object or nothing."""
 
-    def read_page(self, name: str) -> Operation: ...
+    def read_page(self, name: str, size: int) -> Operation:
+        """Reads an object that should have `size` bytes. One of more may be cut, but not to `size`."""
+        ...
 
     def write(self, name: str, data: bytes) -> Operation: ...
 
@@ -100,7 +102,7 @@ class _FileRead:
         except OSError as error:
             raise object_error(error) from error
         try:
-            return self._read(descriptor, os.fstat(descriptor).st_size)
+            return self._read(descriptor)
         except OSError as error:
             raise object_error(error) from error
         finally:
@@ -109,22 +111,28 @@ class _FileRead:
     def cancel(self) -> None:
         """The system call cannot be interrupted."""
 
-    def _read(self, descriptor: int, size: int) -> bytes | memoryview:
+    def _read(self, descriptor: int) -> bytes | memoryview:
+        size = os.fstat(descriptor).st_size
         data = os.pread(descriptor, size, 0)
         while len(data) < size and (more := os.pread(descriptor, size - len(data), len(data))):
             data += more
         return data
 
 
-class _AlignedFileRead(_FileRead):
+class _PageFileRead(_FileRead):
     """Reads into memory that jax on CPU takes over as it is, instead of copying it."""
 
-    def _read(self, descriptor: int, size: int) -> bytes | memoryview:
-        buffer = np.empty(size + _ALIGNMENT, np.uint8)
+    def __init__(self, path: str, size: int) -> None:
+        super().__init__(path)
+        self._size = size
+
+    def _read(self, descriptor: int) -> bytes | memoryview:
+        room = self._size + 1  # a longer object is found to be longer
+        buffer = np.empty(room + _ALIGNMENT, np.uint8)
         start = -buffer.ctypes.data % _ALIGNMENT
-        view = buffer.data[start : start + size]
-        read = 0
-        while read < size and (more := os.preadv(descriptor, [view[read:]], read)):
+        view = buffer.data[start : start + room]
+        read = os.preadv(descriptor, [view], 0)
+        while read < self._size and (more := os.preadv(descriptor, [view[read:]], read)):
             read += more
         return view[:read].toreadonly()
 
@@ -140,9 +148,9 @@ class KvObjects:
             return _FileRead(f"{self.root}/{name}")
         return _Future(self._kv.read(name), lambda got: None if got.state == "missing" else got.value)
 
-    def read_page(self, name: str) -> Operation:
-        """As `read`; the bytes, of a file, are aligned for jax."""
-        return self.read(name) if self.root is None else _AlignedFileRead(f"{self.root}/{name}")
+    def read_page(self, name: str, size: int) -> Operation:
+        """The bytes, of a file, are aligned for jax."""
+        return self.read(name) if self.root is None else _PageFileRead(f"{self.root}/{name}", size)
 
     def write(self, name: str, data: bytes) -> Operation:
         return _Future(self._kv.write(name, data), lambda _: None)

@@ -280,7 +280,7 @@ class PageStore:
         if self._closing.is_set():
             return None, Reason.CLOSED
         try:
-            data = state.run(lambda: self._pages.read_page(page.name))
+            data = state.run(lambda: self._pages.read_page(page.name, self._identity.object_bytes))
         except ObjectError as error:
             return None, Reason.IO if error.reason is Reason.READ_ONLY else error.reason
         except Exception:
