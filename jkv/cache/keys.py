@@ -12,6 +12,7 @@ import numpy as np
 
 FORMAT_VERSION = 1
 KEY_BYTES = 16
+_HASHER = blake2b(digest_size=KEY_BYTES)  # to copy: faster than to make one for each page
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +61,9 @@ def pack_tokens(tokens: Sequence[int]) -> bytes:
 
 def page_key(parent: bytes, tokens: Sequence[int]) -> bytes:
     """The key of a full page: blake2b-128 over its parent's key and its packed tokens."""
-    return blake2b(parent + pack_tokens(tokens), digest_size=KEY_BYTES).digest()
+    hasher = _HASHER.copy()
+    hasher.update(parent + pack_tokens(tokens))
+    return hasher.digest()
 
 
 def page_keys(root: bytes, tokens: Sequence[int], page_size: int) -> list[bytes]:
@@ -70,7 +73,9 @@ def page_keys(root: bytes, tokens: Sequence[int], page_size: int) -> list[bytes]
     keys: list[bytes] = []
     parent = root
     for start in range(0, len(data) - step + 1, step):
-        parent = blake2b(parent + data[start : start + step], digest_size=KEY_BYTES).digest()
+        hasher = _HASHER.copy()
+        hasher.update(parent + data[start : start + step])
+        parent = hasher.digest()
         keys.append(parent)
     return keys
 
