@@ -62,10 +62,10 @@ class Holders:
         return bits
 
     def matrix(self, values: Array, holders: int) -> Array:
-        """The tiers in which each of the first `holders` has each page, as bits, uint8 [pages, holders]."""
-        bits = np.zeros((len(values), holders), np.uint8)
+        """The tiers in which each of the first `holders` has each page, as bits, uint8 [holders, pages]."""
+        bits = np.zeros((holders, len(values)), np.uint8)
         alone = np.flatnonzero((values & _ROW) == 0)
-        bits[alone, values[alone] >> TIERS] = values[alone] & ALL_TIERS
+        bits[values[alone] >> TIERS, alone] = values[alone] & ALL_TIERS
         rows = np.flatnonzero(values & _ROW)
         if len(rows):
             octets = self._words(values[rows]).astype("<u8", copy=False).view(np.uint8)
@@ -73,8 +73,8 @@ class Holders:
                 len(rows), len(self._banks), TIERS, _WORD
             )
             held = flags[:, :, 0] | flags[:, :, 1] << 1 | flags[:, :, 2] << 2
-            held = held.reshape(len(rows), -1)[:, :holders]
-            bits[rows, : held.shape[1]] = held
+            held = held.reshape(len(rows), -1).T[:holders]
+            bits[: len(held), rows] = held
         return bits
 
     def add(self, values: Array, number: int, tier: int) -> Array:
@@ -140,7 +140,7 @@ class Holders:
     def _words(self, values: Array) -> Array:
         """The rows of values, uint64 [n, banks, tiers]."""
         rows = values & ~_ROW
-        return np.stack([bank[rows] for bank in self._banks], 1)
+        return np.concatenate([bank[rows, None] for bank in self._banks], 1)
 
     def _new_rows(self, values: Array) -> Array:
         """Rows for pages with one holder each."""

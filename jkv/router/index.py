@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -25,24 +24,13 @@ from jkv.router.holders import ALL_TIERS, TIERS, Holders, single
 from jkv.router.page_table import PageTable
 
 _BIT = {tier: number for number, tier in enumerate(Tier)}  # the nearest tier first, as in Holders
+_BITS = np.array([1 << bit for bit in range(TIERS)], np.uint8)[:, None, None]
 _NONE = -1  # the number of a tier without pages
 _NO_NUMBERS = [_NONE] * TIERS
 _SWEPT_AT_ONCE = 4096  # slots: less than a millisecond
 _LOOKED_UP_AT_ONCE = 256  # pages of a prompt
 
 Array = np.ndarray
-
-
-class Match(NamedTuple):
-    """The longest prefix of a prompt that an engine can use, its pages counted in the nearest tier."""
-
-    l1: int = 0
-    l2: int = 0
-    l3: int = 0
-
-    @property
-    def pages(self) -> int:
-        return self.l1 + self.l2 + self.l3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,21 +118,20 @@ class GlobalIndex:
 
     def match(
         self, pages: Array, engines: Sequence[str], shared_l3: Mapping[str, Sequence[str]] | None = None
-    ) -> dict[str, Match]:
-        """How much of a prompt each of these engines has; `pages` are its full ones, see `page_hashes`.
+    ) -> Array:
+        """The longest prefix of a prompt that each of these engines, at least one, can use.
 
-        `shared_l3` names for an engine the other holders whose L3 pages it can read.
+        Its pages are counted in the nearest tier: int64 [tiers, engines]. `pages` are the prompt's full ones,
+        see `page_hashes`. `shared_l3` names for an engine the other holders whose L3 pages it can read.
         """
-        if not engines:
-            return {}
         held = self._held(pages)
         numbers = np.array([self._numbers_of(engine) for engine in engines])
-        have = np.zeros((len(held), len(engines)), np.uint8)
+        have = np.zeros((len(engines), held.shape[1]), np.uint8)
         for bit in range(TIERS):
-            have |= held[:, numbers[:, bit]] & np.uint8(1 << bit)
+            have |= held[numbers[:, bit]] & np.uint8(1 << bit)
         if shared_l3:
             self._add_shared(held, have, engines, shared_l3)
-        return dict(zip(engines, _prefixes(have), strict=True))
+        return _prefixes(have)
 
     def sweep(self) -> bool:
         """Gives back a little of what forgotten tiers take; whether there may be more. Call it when idle."""
@@ -166,9 +153,9 @@ class GlobalIndex:
         values = self._table.values[np.flatnonzero(self._table.keys)]
         self._holders.check(values)
         bits = self._holders.matrix(values, len(self._kept))
-        assert (bits.any(1)).all()
+        assert (bits.any(0)).all()
         for tier in range(TIERS):
-            assert ((bits >> tier & 1).sum(0) == self._filed[:, tier]).all()
+            assert ((bits >> tier & 1).sum(1) == self._filed[:, tier]).all()
 
     def _numbers_of(self, engine: str) -> list[int]:
         """By tier; `_NONE` where it has no pages."""
@@ -176,9 +163,9 @@ class GlobalIndex:
         return _NO_NUMBERS if member is None else member._numbers
 
     def _held(self, hashes: Array) -> Array:
-        """Tiers by holder's number as bits, uint8 [pages, numbers + 1], up to the first page that is unknown.
+        """Tiers by holder's number as bits, uint8 [numbers + 1, pages], up to the first page that is unknown.
 
-        The last column, which is that of `_NONE`, is 0.
+        The last row, which is that of `_NONE`, is 0.
         """
         found = list(self._look_up(hashes))
         values = np.concatenate(found) if found else np.zeros(0, np.uint32)
@@ -200,13 +187,12 @@ class GlobalIndex:
         """Adds the L3 pages of others; engines that read the same stores are treated as one."""
         bit = _BIT[Tier.L3]
         groups: dict[tuple[str, ...], list[int]] = {}
-        for column, engine in enumerate(engines):
+        for row, engine in enumerate(engines):
             if others := shared_l3.get(engine):
-                groups.setdefault(tuple(others), []).append(column)
-        for others, columns in groups.items():
+                groups.setdefault(tuple(others), []).append(row)
+        for others, rows in groups.items():
             numbers = [self._numbers_of(other)[bit] for other in others]
-            readable = np.any(held[:, numbers] & np.uint8(1 << bit), axis=1)
-            have[:, columns] |= readable[:, None].astype(np.uint8) << np.uint8(bit)
+            have[rows] |= np.bitwise_or.reduce(held[numbers], axis=0) & np.uint8(1 << bit)
 
     def _add(self, number: int, tier: int, hashes: Array) -> int:
         """Files pages; returns the exclusive or of those that are new there."""
@@ -275,9 +261,8 @@ def page_hashes(keys: bytes) -> Array:
     return np.maximum(hashes, np.uint64(1))  # 0 marks free slots
 
 
-def _prefixes(have: Array) -> list[Match]:
-    """From tiers as bits, [pages, engines]."""
-    lengths = np.logical_and.accumulate(have != 0, axis=0)
-    nearest = np.where(lengths, have & (~have + np.uint8(1)), 0)  # the lowest bit
-    counts = [np.count_nonzero(nearest == 1 << bit, axis=0).tolist() for bit in range(TIERS)]
-    return [Match(*tiers) for tiers in zip(*counts, strict=True)]
+def _prefixes(have: Array) -> Array:
+    """Pages of prefixes by nearest tier, from tiers as bits, [engines, pages]."""
+    prefix = np.logical_and.accumulate(have != 0, axis=1)
+    nearest = np.where(prefix, have & (~have + np.uint8(1)), np.uint8(0))  # the lowest bit
+    return (nearest == _BITS).sum(2)

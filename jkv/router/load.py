@@ -1,15 +1,20 @@
 """How busy an engine is: what it last said, and what was sent to it since. Pure; the clock is given.
 
 Without the second part every request that comes before an engine's next report would go to the same one.
+
+A choice needs the loads of all engines at once. So each keeps its own as a row of numbers, made anew when
+something happens to it, and `loads_of` puts the rows together.
 """
 
 from __future__ import annotations
 
-import math
+import struct
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
 
 from jkv.cache.speed import Speed
 
@@ -22,6 +27,8 @@ _BELIEVED_S = 30.0
 _BUSY_OVER_S = 60.0
 # A report that comes this long after a request was sent counts it: the time that a request may be under way.
 _UNDER_WAY_S = 0.03
+
+Array = np.ndarray
 
 
 class LoadReport(Protocol):
@@ -66,13 +73,36 @@ class InFlight:
     first_token_at: float | None = None
 
 
+class Loads(NamedTuple):
+    """What several engines have to do before a new request, and how fast they are; float64 [engines].
+
+    Speeds and `slot_s` are 0 where they are not known. The last two change with time alone.
+    """
+
+    requests: Array  # that it has or will have in a moment
+    running: Array  # those of them that it said it computes
+    prefill_tokens: Array  # of their prompts, to be computed before a new one's
+    slots: Array
+    slot_s: Array  # for which a request keeps its slot after its first token, on average
+    chosen_at: Array  # when it was last chosen, on the chooser's own count: engines that are equal take turns
+    reported_tokens_per_s: Array  # of prefill, as it last said
+    l2_bytes_per_s: Array
+    l3_bytes_per_s: Array
+    prefill_tokens_per_s: Array  # averaged; 0 where that may be an accident, or is news of long ago
+    busy: Array  # the part of the time in which it had prompts to compute, lately
+
+
+# The fields of Loads but the last two, and the five that these two are made of.
+_ROW = struct.Struct("14d")
+
+
 class EngineLoads:
     """One engine's load. Owner: one thread. Times are in the clock's seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self.report: LoadReport = NothingReported()
-        self.chosen_at = 0  # on the chooser's own count: engines that are equal take turns
         self.sent = 0  # requests, since the start
+        self._report: LoadReport = NothingReported()
+        self._chosen_at = 0
         self._clock, self._reported_at = clock, float("-inf")
         self._in_flight: dict[InFlight, None] = {}
         self._unreported: dict[InFlight, None] = {}
@@ -81,61 +111,39 @@ class EngineLoads:
         self._measurements, self._measured_at = 0, float("-inf")
         self._prefill = 0.0  # tokens a second, averaged over the last measurements
         self._busy = 0.0  # at the last report
+        self._row = self._packed()
 
     @property
     def in_flight(self) -> int:
         return len(self._in_flight)
 
-    @property
-    def requests(self) -> int:
-        """Requests that it has or will have in a moment."""
-        return self.report.running + self.report.waiting + len(self._unreported)
-
-    @property
-    def prefill_tokens(self) -> int:
-        """Prompt tokens that it has to compute before those of a new request."""
-        return self.report.prefill_tokens + sum(request.prefill_tokens for request in self._unreported)
-
-    @property
-    def prefill_tokens_per_s(self) -> float:
-        """Its measured speed, 0 where that may be an accident, or is news of long ago."""
-        believed = self._measurements >= _MEASUREMENTS and self._clock() - self._measured_at <= _BELIEVED_S
-        return self._prefill if believed else 0.0
-
-    @property
-    def busy(self) -> float:
-        """The part of the time in which it had prompts to compute, lately."""
-        kept = math.exp(-(self._clock() - self._reported_at) / _BUSY_OVER_S)
-        return kept * self._busy + (1 - kept) * (self.report.prefill_tokens > 0)
-
-    @property
-    def slot_s(self) -> float:
-        """How long a request keeps its slot after its first token, on average; 0 before one has ended."""
-        return 1 / self._slots.per_s if self._slots.per_s else 0.0
-
     def take(self, report: LoadReport) -> None:
         """A new report of the engine."""
-        self._busy = self.busy
+        now = self._clock()
+        self._busy = float(_busy(now - self._reported_at, self._busy, self._report.prefill_tokens > 0))
         self._measure(report.prefill_tokens_per_s)
-        self.report, self._reported_at = report, self._clock()
-        counted = [r for r in self._unreported if r.sent_at + _UNDER_WAY_S <= self._reported_at]
+        self._report, self._reported_at = report, now
+        counted = [r for r in self._unreported if r.sent_at + _UNDER_WAY_S <= now]
         for request in counted:
             del self._unreported[request]
+        self._row = self._packed()
 
     def _measure(self, tokens_per_s: float) -> None:
         if not tokens_per_s:
             self._measurements = 0  # another process
-        elif tokens_per_s != self.report.prefill_tokens_per_s:
+        elif tokens_per_s != self._report.prefill_tokens_per_s:
             self._measurements += 1
             self._measured_at = self._clock()
             self._prefill += (tokens_per_s - self._prefill) / min(self._measurements, _MEASUREMENTS)
 
-    def send(self, pages: Sequence[int], prefill_tokens: int) -> InFlight:
-        """A request goes to this engine now."""
+    def send(self, pages: Sequence[int], prefill_tokens: int, turn: int) -> InFlight:
+        """A request goes to this engine now; `turn` is the chooser's count of those that it has sent."""
         self.sent += 1
+        self._chosen_at = turn
         request = InFlight(pages=pages, prefill_tokens=prefill_tokens, sent_at=self._clock())
         self._in_flight[request] = self._unreported[request] = None
         self._coming.update(pages)
+        self._row = self._packed()
         return request
 
     def first_token(self, request: InFlight) -> None:
@@ -153,6 +161,7 @@ class EngineLoads:
             self._prefilled(request)
         else:
             self._slots.record(1, self._clock() - request.first_token_at)
+            self._row = self._packed()
 
     def coming_pages(self, pages: Sequence[int]) -> int:
         """How many of a prompt's first pages are in prompts that the engine has not computed yet.
@@ -172,6 +181,7 @@ class EngineLoads:
 
     def check(self) -> None:
         """Raises AssertionError where the bookkeeping contradicts itself."""
+        assert self._row == self._packed()
         assert self._unreported.keys() <= self._in_flight.keys()
         waiting = [request for request in self._in_flight if request.first_token_at is None]
         assert self._coming == Counter(page for request in waiting for page in request.pages)
@@ -184,3 +194,38 @@ class EngineLoads:
                 self._coming[page] = left
             else:
                 del self._coming[page]
+        self._row = self._packed()
+
+    def _packed(self) -> bytes:
+        report, unreported = self._report, self._unreported
+        return _ROW.pack(
+            report.running + report.waiting + len(unreported),
+            report.running,
+            report.prefill_tokens + sum([request.prefill_tokens for request in unreported]),
+            report.max_num_seqs,
+            1 / self._slots.per_s if self._slots.per_s else 0.0,
+            self._chosen_at,
+            report.prefill_tokens_per_s,
+            report.l2_bytes_per_s,
+            report.l3_bytes_per_s,
+            self._prefill if self._measurements >= _MEASUREMENTS else 0.0,
+            self._measured_at,
+            self._busy,
+            report.prefill_tokens > 0,
+            self._reported_at,
+        )
+
+
+def loads_of(engines: Sequence[EngineLoads]) -> Loads:
+    """The loads of these engines, at least one, that have one clock, now."""
+    now = engines[0]._clock()
+    rows = np.frombuffer(b"".join([engine._row for engine in engines])).reshape(len(engines), -1)
+    *known, tokens_per_s, measured_at, busy, computes, reported_at = rows.T
+    believed = np.where(now - measured_at <= _BELIEVED_S, tokens_per_s, 0.0)
+    return Loads(*known, prefill_tokens_per_s=believed, busy=_busy(now - reported_at, busy, computes))
+
+
+def _busy(passed_s: Any, before: Any, computes: Any) -> Any:
+    """The part of the time with prompts to compute, so long after it was `before`; of engines, or of one."""
+    kept = np.exp(-passed_s / _BUSY_OVER_S)
+    return kept * before + (1 - kept) * computes

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from jkv.router.score import Candidate, EngineScore, score
+import numpy as np
+
+from jkv.router.score import Candidates, EngineScore, Scores, score
 
 # Engines that differ by no more than what it costs to compute this many pages are equally good.
 _NEAR_PAGES = 2
@@ -15,35 +16,30 @@ _NEAR_PAGES = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """The scores of all candidates, in their order, which of them was chosen, and why."""
+    """The scores of all candidates, which of them was chosen, and why."""
 
-    scores: Sequence[EngineScore]
+    scores: Scores
     chosen: int
     why: str
 
     @property
     def score(self) -> EngineScore:
-        return self.scores[self.chosen]
+        return self.scores.one(self.chosen)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ballot:
     """What a policy chooses from; `near_s` are seconds that make no difference."""
 
-    candidates: Sequence[Candidate]
-    scores: Sequence[EngineScore]
+    candidates: Candidates
+    scores: Scores
     near_s: float
 
-    def least_loaded(self, among: Iterable[int]) -> int:
+    def least_loaded(self, among: np.ndarray) -> int:
         """Of equally loaded ones, that which has not been chosen for the longest time."""
-        return min(
-            among,
-            key=lambda i: (
-                self.scores[i].queue_s,
-                self.candidates[i].requests,
-                self.candidates[i].chosen_at,
-            ),
-        )
+        loads = self.candidates.loads
+        order = np.lexsort((loads.chosen_at[among], loads.requests[among], self.scores.queue_s[among]))
+        return int(among[order[0]])
 
 
 class Policy(Protocol):
@@ -59,23 +55,22 @@ def cache_aware(ballot: Ballot) -> tuple[int, str]:
     the shortest queue whenever it is shorter by what they cost, have their prefixes computed there again, and
     others evicted for them.
     """
-    costs = [one.cost_s for one in ballot.scores]
-    best = min(costs)
-    near = [number for number, cost in enumerate(costs) if cost <= best + ballot.near_s]
-    if len(near) == 1:
-        return near[0], "the shortest expected time to the first token, its own and that of those behind it"
-    return ballot.least_loaded(near), f"the least loaded of {len(near)} whose expected times are near"
+    costs = ballot.scores.cost_s
+    near = np.flatnonzero(costs <= costs.min() + ballot.near_s)
+    if len(near) > 1:
+        return ballot.least_loaded(near), f"the least loaded of {len(near)} whose expected times are near"
+    why = "the shortest expected time to the first token, its own and that of those behind it"
+    return int(near[0]), why
 
 
 def least_loaded(ballot: Ballot) -> tuple[int, str]:
     """The shortest queue, whatever is cached."""
-    return ballot.least_loaded(range(len(ballot.candidates))), "the least loaded"
+    return ballot.least_loaded(np.arange(len(ballot.candidates.ids))), "the least loaded"
 
 
 def round_robin(ballot: Ballot) -> tuple[int, str]:
     """Each in its turn."""
-    turns = [candidate.chosen_at for candidate in ballot.candidates]
-    return turns.index(min(turns)), "its turn"
+    return int(ballot.candidates.loads.chosen_at.argmin()), "its turn"
 
 
 class RandomChoice:
@@ -85,7 +80,7 @@ class RandomChoice:
         self._random = random.Random(seed)
 
     def __call__(self, ballot: Ballot) -> tuple[int, str]:
-        return self._random.randrange(len(ballot.candidates)), "at random"
+        return self._random.randrange(len(ballot.candidates.ids)), "at random"
 
 
 def policy(name: str, seed: int | None = None) -> Policy:
@@ -93,10 +88,10 @@ def policy(name: str, seed: int | None = None) -> Policy:
     return RandomChoice(seed) if name == "random" else _FIXED[name]
 
 
-def choose(policy: Policy, candidates: Sequence[Candidate], prompt_tokens: int, page_size: int) -> Choice:
+def choose(policy: Policy, candidates: Candidates, prompt_tokens: int, page_size: int) -> Choice:
     """One of the candidates, of which there is at least one."""
     scores = score(candidates, prompt_tokens, page_size)
-    near_s = _NEAR_PAGES * page_size * min((1 + one.behind) * one.token_s for one in scores)
+    near_s = _NEAR_PAGES * page_size * float(((1 + scores.behind) * scores.token_s).min())
     chosen, why = policy(Ballot(candidates=candidates, scores=scores, near_s=near_s))
     return Choice(scores=scores, chosen=chosen, why=why)
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from jkv.router.index import GlobalIndex, Match
-from jkv.router.load import EngineLoads, InFlight
+from jkv.router.index import GlobalIndex
+from jkv.router.load import EngineLoads, InFlight, loads_of
 from jkv.router.policy import Choice, Policy, choose
-from jkv.router.score import Candidate
+from jkv.router.score import Candidates
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Target:
+class Target(NamedTuple):
     """An engine that may get a request; `name` is its holder's in the index."""
 
     name: str
@@ -42,31 +42,20 @@ class Routing:
 
     def consider(self, targets: Sequence[Target], prompt: Prompt) -> Choice:
         """Which of these engines, at least one, would get this prompt now; changes nothing but the policy."""
+        names = [target.name for target in targets]
         shared = {target.name: target.shared_l3 for target in targets if target.shared_l3}
-        matches = self.index.match(prompt.pages, [target.name for target in targets], shared)
         pages = prompt.pages.tolist()
-        candidates = [_candidate(target, matches[target.name], pages) for target in targets]
+        candidates = Candidates(
+            ids=names,
+            loads=loads_of([target.loads for target in targets]),
+            matches=self.index.match(prompt.pages, names, shared),
+            coming_pages=np.array([target.loads.coming_pages(pages) for target in targets]),
+            page_bytes=np.array([target.page_bytes for target in targets]),
+        )
         return choose(self._policy, candidates, prompt.tokens, prompt.page_size)
 
     def send(self, target: Target, choice: Choice, prompt: Prompt) -> InFlight:
         """The chosen engine gets the prompt now; give what this returns to its loads later on."""
         self._turn += 1
-        target.loads.chosen_at = self._turn
-        return target.loads.send(prompt.pages.tolist(), prompt.tokens - choice.score.cached_tokens)
-
-
-def _candidate(target: Target, match: Match, pages: Sequence[int]) -> Candidate:
-    loads = target.loads
-    return Candidate(
-        id=target.name,
-        report=loads.report,
-        requests=loads.requests,
-        prefill_tokens=loads.prefill_tokens,
-        slot_s=loads.slot_s,
-        chosen_at=loads.chosen_at,
-        match=match,
-        coming_pages=loads.coming_pages(pages),
-        prefill_tokens_per_s=loads.prefill_tokens_per_s,
-        busy=loads.busy,
-        page_bytes=target.page_bytes,
-    )
+        prefill_tokens = prompt.tokens - choice.score.cached_tokens
+        return target.loads.send(prompt.pages.tolist(), prefill_tokens, self._turn)

@@ -5,17 +5,18 @@
     prefill  the tokens of the prompt that nobody has computed / the measured speed
 
 What has not been measured yet, or not lately, is taken from the other engines, or from a guess, the same for
-all of them.
+all of them. All engines are scored at once, in arrays with a place for each: 64 cost hardly more than one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jkv.router.index import Match
-from jkv.router.load import LoadReport
+import numpy as np
+
+from jkv.router.load import Loads
 
 # Before anything was measured anywhere; only how they compare matters then.
 _PREFILL_TOKENS_PER_S = 2000.0
@@ -37,34 +38,26 @@ _MOST_BUSY = 0.9
 # a few percent would otherwise send every request to the same one.
 _ALIKE = 2.0
 
+Array = np.ndarray
 
-class Candidate(NamedTuple):
-    """An engine that may get a request, and how much of its prompt the engine has or will have.
 
-    `requests` and `prefill_tokens` are what it has to do first (`jkv.router.load`). `coming_pages` are of the
-    prompt's start, in prompts that the engine will have computed when it turns to this one. Its speed of
-    prefill is 0 where what it reports is not to be believed yet; `busy` is the part of the time in which it
-    computes prompts.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidates:
+    """The engines that may get a request, and how much of its prompt each of them has or will have.
+
+    `loads` are what they have to do first. `coming_pages` are of the prompt's start, in prompts that the
+    engine will have computed when it turns to this one.
     """
 
-    id: str
-    report: LoadReport
-    requests: int
-    prefill_tokens: int
-    slot_s: float  # for which a request keeps its slot; 0 if unknown
-    chosen_at: int  # when it was last chosen, on any count
-    match: Match
-    page_bytes: int
-    coming_pages: int = 0
-    prefill_tokens_per_s: float = 0.0
-    busy: float = 0.0
+    ids: Sequence[str]
+    loads: Loads
+    matches: Array  # pages, int64 [tiers, engines], see `GlobalIndex.match`
+    coming_pages: Array  # int64 [engines]
+    page_bytes: Array  # int64 [engines]
 
 
 class EngineScore(NamedTuple):
-    """Tokens by the tier that will serve them, and expected seconds; `token_s` is that of computing one.
-
-    `behind` is how many requests are expected to be delayed by what it does for this one.
-    """
+    """Of one engine: tokens by the tier that will serve them, and expected seconds."""
 
     id: str
     l1_tokens: int
@@ -73,17 +66,10 @@ class EngineScore(NamedTuple):
     queue_s: float
     load_s: float
     prefill_s: float
-    token_s: float
-    behind: float
 
     @property
     def ttft_s(self) -> float:
         return self.queue_s + self.load_s + self.prefill_s
-
-    @property
-    def cost_s(self) -> float:
-        """The time to its first token, and the time that its work takes from requests behind it."""
-        return self.queue_s + (1 + self.behind) * (self.load_s + self.prefill_s)
 
     @property
     def cached_tokens(self) -> int:
@@ -91,92 +77,127 @@ class EngineScore(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Fleet:
-    """Typical speeds, for engines that have not measured theirs, and to tell noise from difference; and how
-    many requests are expected behind one at any engine, beside those that wait there.
+class Scores:
+    """Of all candidates, in their order: as `EngineScore`, float64 [engines].
+
+    `token_s` is the time to compute one token. `behind` is how many requests are expected to be delayed by
+    what the engine does for this one.
     """
+
+    ids: Sequence[str]
+    cached: Array  # tokens, int64 [tiers, engines]
+    queue_s: Array
+    load_s: Array
+    prefill_s: Array
+    token_s: Array
+    behind: Array
+
+    @property
+    def cost_s(self) -> Array:
+        """The time to its first token, and the time that its work takes from requests behind it."""
+        return self.queue_s + (1 + self.behind) * (self.load_s + self.prefill_s)
+
+    @property
+    def cached_tokens(self) -> Array:
+        return self.cached.sum(0)
+
+    def one(self, number: int) -> EngineScore:
+        l1, l2, l3 = self.cached[:, number].tolist()
+        return EngineScore(
+            id=self.ids[number],
+            l1_tokens=l1,
+            l2_tokens=l2,
+            l3_tokens=l3,
+            queue_s=float(self.queue_s[number]),
+            load_s=float(self.load_s[number]),
+            prefill_s=float(self.prefill_s[number]),
+        )
+
+
+class _Typical(NamedTuple):
+    """Of all engines: for those that have not measured theirs, and to tell noise from difference."""
 
     prefill: float
     l2: float
     l3: float
     slot_s: float
-    behind: float
 
 
-def score(candidates: Sequence[Candidate], prompt_tokens: int, page_size: int) -> list[EngineScore]:
+def score(candidates: Candidates, prompt_tokens: int, page_size: int) -> Scores:
     """What each engine would make of a prompt, whose last token is always computed."""
-    fleet = _fleet(candidates)
-    return [_score(candidate, prompt_tokens, page_size, fleet) for candidate in candidates]
-
-
-def _fleet(candidates: Sequence[Candidate]) -> _Fleet:
-    reports = [candidate.report for candidate in candidates]
-    reported = _typical([report.prefill_tokens_per_s for report in reports], _PREFILL_TOKENS_PER_S)
-    waiting = sum(map(_waiting, candidates)) / len(candidates)
-    busy = min(sum([candidate.busy for candidate in candidates]) / len(candidates), _MOST_BUSY)
-    return _Fleet(
-        prefill=_typical([candidate.prefill_tokens_per_s for candidate in candidates], reported),
-        l2=_typical([report.l2_bytes_per_s for report in reports], _L2_BYTES_PER_S),
-        l3=_typical([report.l3_bytes_per_s for report in reports], _L3_BYTES_PER_S),
-        slot_s=_typical([candidate.slot_s for candidate in candidates], _SLOT_S),
-        behind=_IN_ANY_CASE + busy / (1 - busy) + _ELSEWHERE * waiting,
-    )
-
-
-def _typical(values: Iterable[float], guess: float) -> float:
-    """The lower median of what was measured."""
-    measured = sorted([value for value in values if value > 0])
-    return measured[(len(measured) - 1) // 2] if measured else guess
-
-
-def _speed(measured: float, typical: float) -> float:
-    return measured if measured > 0 and not 1 / _ALIKE <= measured / typical <= _ALIKE else typical
-
-
-def _score(candidate: Candidate, prompt_tokens: int, page_size: int, fleet: _Fleet) -> EngineScore:
-    prefill = _speed(candidate.prefill_tokens_per_s, fleet.prefill)
-    l1, l2, l3 = _cached(candidate, prompt_tokens, page_size)
-    token_bytes = candidate.page_bytes / page_size
-    load_s = 0.0
-    if l2:
-        load_s += min(l2 * token_bytes / _speed(candidate.report.l2_bytes_per_s, fleet.l2), l2 / prefill)
-    if l3:
-        load_s += min(l3 * token_bytes / _speed(candidate.report.l3_bytes_per_s, fleet.l3), l3 / prefill)
-    return EngineScore(
-        id=candidate.id,
-        l1_tokens=l1,
-        l2_tokens=l2,
-        l3_tokens=l3,
-        queue_s=max(candidate.prefill_tokens / prefill, _slot_wait(candidate, fleet)),
-        load_s=load_s,
-        prefill_s=(prompt_tokens - l1 - l2 - l3) / prefill,
+    loads = candidates.loads
+    typical = _typical(loads)
+    speeds = _speeds(loads, typical)
+    prefill, tiers = speeds[0], speeds[1:]
+    cached = _cached(candidates, prompt_tokens, page_size)
+    below_l1 = cached[1:]
+    load_s = np.minimum(below_l1 * (candidates.page_bytes / page_size) / tiers, below_l1 / prefill)
+    return Scores(
+        ids=candidates.ids,
+        cached=cached,
+        queue_s=np.maximum(loads.prefill_tokens / prefill, _slot_wait(loads, typical.slot_s)),
+        load_s=load_s.sum(0),
+        prefill_s=(prompt_tokens - cached.sum(0)) / prefill,
         token_s=1 / prefill,
-        behind=fleet.behind + (1 - _ELSEWHERE) * _waiting(candidate),
+        behind=_behind(loads),
     )
 
 
-def _cached(candidate: Candidate, prompt_tokens: int, page_size: int) -> tuple[int, int, int]:
-    """The prompt's tokens that L1, L2 and L3 will serve."""
-    match = candidate.match
-    if not match.pages and not candidate.coming_pages:
-        return 0, 0, 0
+def _typical(loads: Loads) -> _Typical:
+    measured = (
+        loads.prefill_tokens_per_s,
+        loads.reported_tokens_per_s,
+        loads.l2_bytes_per_s,
+        loads.l3_bytes_per_s,
+        loads.slot_s,
+    )
+    believed, reported, l2, l3, slot_s = _medians(np.array(measured))
+    return _Typical(
+        prefill=believed or reported or _PREFILL_TOKENS_PER_S,
+        l2=l2 or _L2_BYTES_PER_S,
+        l3=l3 or _L3_BYTES_PER_S,
+        slot_s=slot_s or _SLOT_S,
+    )
+
+
+def _medians(values: Array) -> list[float]:
+    """The lower median of each row, without what was not measured, which is 0; 0 where nothing was."""
+    measured = np.count_nonzero(values, axis=1)
+    return np.sort(values, axis=1)[np.arange(len(values)), -1 - measured // 2].tolist()
+
+
+def _speeds(loads: Loads, typical: _Typical) -> Array:
+    """Tokens of prefill, and bytes from L2 and from L3, a second: float64 [3, engines]."""
+    measured = np.array((loads.prefill_tokens_per_s, loads.l2_bytes_per_s, loads.l3_bytes_per_s))
+    usual = np.array((typical.prefill, typical.l2, typical.l3))[:, None]
+    ratio = measured / usual
+    differs = (measured > 0) & ((ratio < 1 / _ALIKE) | (ratio > _ALIKE))
+    return np.where(differs, measured, usual)
+
+
+def _cached(candidates: Candidates, prompt_tokens: int, page_size: int) -> Array:
+    """The prompt's tokens that L1, L2 and L3 will serve, int64 [tiers, engines]."""
     # The last token is computed even if its page is a hit, which then serves one token less.
     limit = max(prompt_tokens - 1, 0)
-    l1_end = min(match.l1 * page_size, limit)
-    l2_end = min((match.l1 + match.l2) * page_size, limit)
-    l3_end = min(match.pages * page_size, limit)
-    coming = min(candidate.coming_pages * page_size, limit) - l3_end
-    return l1_end + max(coming, 0), l2_end - l1_end, l3_end - l2_end
+    ends = np.minimum(candidates.matches.cumsum(0) * page_size, limit)
+    coming = np.minimum(candidates.coming_pages * page_size, limit) - ends[-1]
+    cached = ends.copy()
+    cached[1:] -= ends[:-1]
+    cached[0] += np.maximum(coming, 0)
+    return cached
 
 
-def _waiting(candidate: Candidate) -> int:
-    return max(candidate.requests - candidate.report.running, 0)
+def _behind(loads: Loads) -> Array:
+    """How many requests are expected behind one at each engine."""
+    waiting = np.maximum(loads.requests - loads.running, 0)
+    busy = min(float(loads.busy.mean()), _MOST_BUSY)
+    anywhere = _IN_ANY_CASE + busy / (1 - busy) + _ELSEWHERE * waiting.mean()
+    return anywhere + (1 - _ELSEWHERE) * waiting
 
 
-def _slot_wait(candidate: Candidate, fleet: _Fleet) -> float:
-    """Seconds until one of the engine's slots is free, behind those that wait for one already."""
-    slots = candidate.report.max_num_seqs
-    excess = candidate.requests - slots + 1
-    if not slots or excess <= 0:
-        return 0.0
-    return excess * (candidate.slot_s or fleet.slot_s) / slots
+def _slot_wait(loads: Loads, typical: float) -> Array:
+    """Seconds until one of an engine's slots is free, behind those that wait for one already."""
+    excess = np.maximum(loads.requests - loads.slots + 1, 0)
+    slot_s = np.where(loads.slot_s > 0, loads.slot_s, typical)
+    # Without slots it has not said how many there are.
+    return np.where(loads.slots > 0, excess * slot_s / np.maximum(loads.slots, 1), 0.0)

@@ -69,8 +69,8 @@ class View:
     def predict(self, engine: Engine, token_ids: Sequence[int], cache_salt: str) -> int:
         """How many tokens of a prompt this engine would take from its cache."""
         pages = _prompt(engine, token_ids, cache_salt).pages
-        match = self._index.match(pages, [engine.holder])[engine.holder]
-        return min(match.pages * _describe(engine).page_size, len(token_ids) - 1)
+        matched = int(self._index.match(pages, [engine.holder]).sum())
+        return min(matched * _describe(engine).page_size, len(token_ids) - 1)
 
     def choose(self, engines: Sequence[Engine], token_ids: Sequence[int], cache_salt: str | None) -> Sent:
         """Choose one, and count the request as sent to it until `finished`."""
@@ -97,7 +97,7 @@ class View:
         """What `choose` would do now, and why; the best engine first. Changes nothing."""
         prompt = _prompt(engines[0], token_ids, cache_salt)
         choice = self._routing.consider(self._targets(engines), prompt)
-        scores = [_score(engine, one) for engine, one in zip(engines, choice.scores, strict=True)]
+        scores = [_score(engine, choice.scores.one(number)) for number, engine in enumerate(engines)]
         return pb.ExplainResponse(
             prompt_tokens=len(token_ids),
             engines=sorted(scores, key=lambda one: one.ttft_s),
@@ -133,10 +133,11 @@ def _describe(engine: Engine) -> pb.EngineDescription:
 
 def _peer(engines: Sequence[Engine], choice: Choice, page_size: int) -> pb.Peer | None:
     """The engine that has most of the prompt, if that is more than the chosen one has."""
-    most = max(range(len(engines)), key=lambda number: choice.scores[number].cached_tokens)
+    cached = choice.scores.cached_tokens
+    most = int(cached.argmax())
     # Of a prompt that is cached as a whole all but the last token count.
-    pages = -(-choice.scores[most].cached_tokens // page_size)
-    if pages <= -(-choice.score.cached_tokens // page_size):
+    pages = -(-int(cached[most]) // page_size)
+    if pages <= -(-int(cached[choice.chosen]) // page_size):
         return None
     return pb.Peer(address=engines[most].address, pages=pages)
 

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from jkv.cache.keys import page_keys
 from jkv.cache.pages import Tier
-from jkv.router.index import GlobalIndex, Match, TierDigest, page_hashes
+from jkv.router.index import GlobalIndex, TierDigest, page_hashes
 
 ENGINES = [f"engine-{number}" for number in range(70)]  # more than one word of bits
 _FEW = [*ENGINES[:3], ENGINES[66], ENGINES[69]]
@@ -34,7 +34,7 @@ def _packed(keys: Iterable[bytes]) -> bytes:
 
 def _expected(
     held: dict[tuple[str, Tier], set[bytes]], engine: str, others: list[str], chain: list[bytes]
-) -> Match:
+) -> list[int]:
     counts = dict.fromkeys(Tier, 0)
     for key in chain:
         readable = {Tier.L3} if any(key in held[other, Tier.L3] for other in others) else set()
@@ -42,7 +42,7 @@ def _expected(
         if not have:
             break
         counts[have[0]] += 1
-    return Match(l1=counts[Tier.L1], l2=counts[Tier.L2], l3=counts[Tier.L3])
+    return [counts[tier] for tier in Tier]
 
 
 class IndexMachine(RuleBasedStateMachine):
@@ -83,7 +83,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(chain=st.sampled_from(_CHAINS), shared=st.dictionaries(engines, st.lists(engines, max_size=3)))
     def match(self, chain: list[bytes], shared: dict[str, list[str]]) -> None:
         found = self.index.match(page_hashes(_packed(chain)), _FEW, shared)
-        assert found == {e: _expected(self.held, e, shared.get(e, []), chain) for e in _FEW}
+        assert found.T.tolist() == [_expected(self.held, e, shared.get(e, []), chain) for e in _FEW]
 
     @invariant()
     def agrees(self) -> None:
@@ -105,14 +105,10 @@ def test_a_prefix_ends_at_the_first_page_that_is_nowhere() -> None:
     index.holder("a").update(Tier.L1, _packed(chain[:3] + chain[6:9]), b"")
     index.holder("a").update(Tier.L2, _packed(chain[2:5]), b"")
     index.holder("b").update(Tier.L3, _packed(chain[1:]), b"")
-    assert index.match(page_hashes(_packed(chain)), ["a", "b", "c"]) == {
-        "a": Match(l1=3, l2=2),
-        "b": Match(),
-        "c": Match(),
-    }
+    found = index.match(page_hashes(_packed(chain)), ["a", "b", "c"])
+    assert found.T.tolist() == [[3, 2, 0], [0, 0, 0], [0, 0, 0]]
     shared = index.match(page_hashes(_packed(chain)), ["a", "b", "c"], {"a": ["b"]})
-    assert shared["a"] == Match(l1=6, l2=2, l3=4)
-    assert shared["a"].pages == 12
+    assert shared.T.tolist() == [[6, 2, 4], [0, 0, 0], [0, 0, 0]]
 
 
 @given(st.integers(0, 700), st.integers(0, 700))
@@ -121,7 +117,8 @@ def test_prompts_of_any_length_match(held: int, asked: int) -> None:
     chain = page_keys(b"r" * 16, range(700), 1)
     index = GlobalIndex()
     index.holder("a").update(Tier.L2, _packed(chain[:held]), b"")
-    assert index.match(page_hashes(_packed(chain[:asked])), ["a"])["a"] == Match(l2=min(held, asked))
+    found = index.match(page_hashes(_packed(chain[:asked])), ["a"])
+    assert found.tolist() == [[0], [min(held, asked)], [0]]
 
 
 def test_pages_that_all_engines_share_cost_one_slot_and_one_row() -> None:

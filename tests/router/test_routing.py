@@ -3,7 +3,7 @@ from __future__ import annotations
 from jkv.cache.keys import page_keys
 from jkv.cache.pages import Tier
 from jkv.router.index import page_hashes
-from jkv.router.load import EngineLoads, NothingReported
+from jkv.router.load import EngineLoads, NothingReported, loads_of
 from jkv.router.policy import policy
 from jkv.router.routing import Prompt, Routing, Target
 
@@ -54,7 +54,7 @@ def test_equal_prompts_at_once_wait_for_the_first() -> None:
     again = routing.consider(targets, _prompt(range(4000)))
     assert again.score.id == "a"
     assert again.score.l1_tokens == 3999
-    assert targets[0].loads.prefill_tokens == 4001
+    assert loads_of([targets[0].loads]).prefill_tokens == [4001]
 
 
 def test_what_an_engine_can_read_of_others_counts() -> None:
