@@ -231,7 +231,7 @@ class Saving(Loading):
     def _clean(self) -> None:
         """Writes ahead what would otherwise be lost when L2 evicts it."""
         while self.host.dirty and len(self.host.tree) * 4 >= self.host.tree.capacity * 3:
-            if self.pending_writes >= self.host.tree.capacity // 4:
+            if self.pending_writes >= max(1, self.host.tree.capacity // 4):
                 return
             self._queue(self.host.dirty.popitem(last=False)[1])
 

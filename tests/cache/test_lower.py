@@ -191,6 +191,16 @@ class TestPolicies:
         everywhere = {p.info.key for p in r.host.pages()} | {p.key for p in r.disk.own_pages()}
         assert len(everywhere) == 60
 
+    @pytest.mark.parametrize("l2", [1, 2, 3])
+    def test_write_back_cleans_an_l2_of_next_to_no_pages(self, l2: int) -> None:
+        r = rig(write="write-back", l2=l2)
+        for family in range(9):
+            r.leave([Offer(0, info, 100, used=True) for info in prompt(family, 1)])
+            r.settle()
+        r.drain()
+        assert len(r.store.objects) == 9
+        r.check_at_rest()
+
     def test_write_back_counts_what_l2_gives_up_before_it_is_written(self) -> None:
         r = rig(write="write-back", l2=8)
         for family in range(20):  # of a store that does not answer
