@@ -18,6 +18,7 @@ class Reason(StrEnum):
     READ_ONLY = "read_only"  # the store may not be written, or no longer by this owner
     BUDGET = "budget"  # the daily write budget is spent
     TIMEOUT = "timeout"  # the store has not answered, and is not waited for
+    LOST = "lost"  # the page itself, before it could be written
     LATE = "late"  # it had not come when it would have been of use
     CANCELLED = "cancelled"
     CLOSED = "closed"

@@ -281,15 +281,15 @@ class PageStore:
             return None, Reason.CLOSED
         try:
             data = state.run(lambda: self._pages.read_page(page.name, self._identity.object_bytes))
+            if data is None:
+                return None, Reason.MISSING
+            reason = format.verify(self._identity, info, data)
+            return (format.payload(data), None) if reason is None else (None, reason)
         except ObjectError as error:
             return None, Reason.IO if error.reason is Reason.READ_ONLY else error.reason
         except Exception:
             _log.exception("L3 page %s was not read", page.name)
             return None, Reason.IO
-        if data is None:
-            return None, Reason.MISSING
-        reason = format.verify(self._identity, info, data)
-        return (format.payload(data), None) if reason is None else (None, reason)
 
     def _write(
         self, page: StoredPage, info: PageInfo, data: Callable[[], np.ndarray], turn: Turn
@@ -299,7 +299,7 @@ class PageStore:
             delay = self._admit_write()
             with turn.waiting():
                 self._closing.wait(delay)
-                payload = data()  # which may wait for the step that computes it
+                payload = _wait_for(data)
             started = time.perf_counter()
             if turn.ended:
                 raise ObjectError(Reason.TIMEOUT, "the store did not answer in time before")
@@ -365,3 +365,11 @@ class PageStore:
             self._objects.write(names.budget(self.owner), state).result()
         except ObjectError as error:
             _log.warning("the L3 write budget could not be saved: %s", error)
+
+
+def _wait_for(data: Callable[[], np.ndarray]) -> np.ndarray:
+    """The page, once the step that computes it has run."""
+    try:
+        return data()
+    except Exception as error:
+        raise ObjectError(Reason.LOST, f"its copy from the device failed: {error}") from error

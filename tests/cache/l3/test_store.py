@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jkv.cache.disk_tier import is_fault
 from jkv.cache.l3.faults import FaultPlan
 from jkv.cache.l3.reasons import Reason
 from jkv.cache.l3.store import PageStore, ReadOutcome, StoreOptions, WriteOutcome
@@ -235,6 +236,22 @@ def test_the_budget_does_not_hold_up_the_end(tmp_path: Path) -> None:
     assert {written.get_nowait().reason for _ in infos} == {None}
 
 
+def test_a_page_that_was_lost_on_the_device_is_no_fault_of_the_store(tmp_path: Path) -> None:
+    store = open_store(tmp_path, MODEL)
+    (info,) = chain(MODEL, 1)
+    outcomes: queue.SimpleQueue[WriteOutcome] = queue.SimpleQueue()
+
+    def lost() -> np.ndarray:
+        raise RuntimeError("the step that computes it failed")
+
+    store.write(info, lost, outcomes.put)
+    reason = outcomes.get(timeout=WAIT_S).reason
+    assert reason is Reason.LOST
+    assert not is_fault(reason)
+    assert store.list().own == []
+    store.close()
+
+
 def test_a_page_that_cannot_be_had_is_an_outcome(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = open_store(tmp_path, MODEL)
     (info,) = chain(MODEL, 1)
@@ -243,6 +260,23 @@ def test_a_page_that_cannot_be_had_is_an_outcome(tmp_path: Path, caplog: pytest.
         store.write(info, lambda: np.zeros(3, np.uint8), outcomes.put)
         assert outcomes.get(timeout=WAIT_S).reason is Reason.IO
     assert reasons(write(store, MODEL, [info])) == [None]
+    store.close()
+
+
+def test_a_page_that_cannot_be_verified_is_an_outcome(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = open_store(tmp_path, MODEL)
+    (info,) = chain(MODEL, 1)
+    write(store, MODEL, [info])
+
+    def verify(*args: object) -> None:
+        raise MemoryError("not foreseen")
+
+    with caplog.at_level(logging.CRITICAL), monkeypatch.context() as patched:
+        patched.setattr("jkv.cache.l3.format.verify", verify)
+        assert read(store, store.page(info), info).reason is Reason.IO
+    assert_serves(store, MODEL, [info])
     store.close()
 
 
