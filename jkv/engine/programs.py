@@ -19,6 +19,7 @@ from jkv.engine.sampling import SampleBatch, Sampled, SamplerState, admit, sampl
 from jkv.kernels.attention import AttentionSpec
 from jkv.kernels.batch import StepBatch
 from jkv.kernels.gpu_blocks import GpuBlocks, GpuChip, gpu_blocks
+from jkv.kernels.gpu_grouped_tiles import grouped_tiles
 from jkv.kernels.kv_pool import KvArrays, PoolShape
 from jkv.kernels.mesh import PAGE, WHOLE, DeviceMesh, placed, pool_partition, shardings, split, tp_of, whole
 from jkv.kernels.page_transfer import gather_pages, scatter_pages
@@ -27,7 +28,7 @@ from jkv.kernels.tpu_blocks import TpuBlocks, TpuChip, TpuWork, tpu_blocks
 from jkv.kernels.xla_attention import BATCH_INVARIANT_BLOCKS, AttentionBlocks
 from jkv.models.config import ModelConfig
 from jkv.models.decoder import StepShape
-from jkv.models.experts import BATCH_INVARIANT_BLOCK, block_rows
+from jkv.models.experts import BATCH_INVARIANT_BLOCK, ExpertProduct, block_rows
 from jkv.models.forward import forward, logits
 from jkv.models.params import Params, abstract_params
 from jkv.models.sharding import widened
@@ -149,11 +150,20 @@ class ProgramPlan:
             one_path=self.batch_invariant,
         )
 
-    def expert_block(self, tokens: int) -> int | None:
-        """How a step of `tokens` goes through a mixture of experts: see `jkv.models.experts.SparseMLP`."""
-        if self.platform != "cpu" or self.config.experts is None:
+    def expert_product(self, tokens: int) -> ExpertProduct:
+        """How a step of `tokens` goes through a mixture of experts."""
+        experts = self.config.experts
+        if self.platform == "tpu" or experts is None:
             return None
-        return BATCH_INVARIANT_BLOCK if self.batch_invariant else block_rows(tokens, self.config.experts)
+        if self.gpu is not None:
+            return grouped_tiles(
+                self.gpu,
+                rows=tokens * experts.per_token,
+                experts=experts.count,
+                product_bytes=jnp.dtype(self.dtype).itemsize,
+                batch_invariant=self.batch_invariant,
+            )
+        return BATCH_INVARIANT_BLOCK if self.batch_invariant else block_rows(tokens, experts)
 
     def weights_first(self, rows: int) -> bool:
         """How a program multiplies `rows` rows by the weights (see `jkv.models.layers.product`).
@@ -254,7 +264,7 @@ def _step_program(plan: ProgramPlan, params: Params, tokens: int) -> Program:
         attention=plan.attention,
         unroll_layers=plan.unroll_layers,
         weights_first=plan.weights_first(tokens),
-        expert_block=plan.expert_block(tokens),
+        expert_product=plan.expert_product(tokens),
         whole_experts=plan.whole_experts,
     )
     layout = plan.step_layout(tokens)

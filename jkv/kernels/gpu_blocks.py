@@ -16,11 +16,11 @@ _LEAST_SPLIT = 256
 # tiles, with a buffer each, and one more where the tensor cores read them in place.
 _STAGES, _BUFFERS = 5, 2
 # Shared memory for what warps tell each other.
-_RESERVE = 1024
+SHARED_RESERVE = 1024
 # A tile of K, or of V. With 64 KiB on their way to a core, a microsecond of latency is hidden up to 64 GB/s;
 # an H200 has 36 for each.
-_TILE_BYTES = 16 * 1024
-_LEAST_SIDE, _MOST_KEYS, _MOST_EXACT_KEYS = 16, 128, 32
+TILE_BYTES = 16 * 1024
+LEAST_SIDE, _MOST_KEYS, _MOST_EXACT_KEYS = 16, 128, 32
 _PREFILL_ROWS = 128
 
 
@@ -70,7 +70,7 @@ class GpuBlocks:
 
 def power_above(n: int) -> int:
     """The least side of a tile that holds n."""
-    return max(_LEAST_SIDE, 1 << (n - 1).bit_length())
+    return max(LEAST_SIDE, 1 << (n - 1).bit_length())
 
 
 def gpu_blocks(
@@ -90,13 +90,13 @@ def gpu_blocks(
     # Heads of 256, and operands that are multiplied one by one, take twice the registers.
     exact, wide = product_bytes > 2, width > 128
     row_bytes = width * max(product_bytes, stored_bytes)
-    most_keys = min(_MOST_EXACT_KEYS if exact else _MOST_KEYS, _TILE_BYTES // row_bytes)
+    most_keys = min(_MOST_EXACT_KEYS if exact else _MOST_KEYS, TILE_BYTES // row_bytes)
 
     def keys(rows: int, buffers: int, shared_memory: int) -> int:
         """What fits: queries, K and V in every buffer, and the weights of V on their way to the product."""
-        left = shared_memory - _RESERVE - rows * row_bytes
+        left = shared_memory - SHARED_RESERVE - rows * row_bytes
         fit = left // (buffers * 2 * row_bytes + rows * product_bytes)
-        return min(most_keys, 1 << fit.bit_length() - 1) if fit >= _LEAST_SIDE else 0
+        return min(most_keys, 1 << fit.bit_length() - 1) if fit >= LEAST_SIDE else 0
 
     rows = max(row, _PREFILL_ROWS >> (exact + wide))
     decode_keys = keys(row, _BUFFERS, chip.shared_memory // _DECODES_PER_CORE)

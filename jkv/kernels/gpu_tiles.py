@@ -152,7 +152,7 @@ def accumulate(problem: Problem, run: Running, q: jax.Array, tile: KvTile, seen:
     if tile.value_scales is not None:
         weights = weights * tile.value_scales[None, :]
     dtype = _product_dtype(q, tile.values)
-    out = _dot(weights.astype(dtype), tile.values.astype(dtype), contract=0)
+    out = dot(weights.astype(dtype), tile.values.astype(dtype), contract=0)
     return Running(peak, total, run.out * decay[:, None] + out)
 
 
@@ -167,7 +167,7 @@ def merge(run: Running, other: Running) -> Running:
 
 def _product(q: jax.Array, keys: jax.Array, scales: jax.Array | None) -> jax.Array:
     dtype = _product_dtype(q, keys)
-    product = _dot(q.astype(dtype), keys.astype(dtype), contract=1)
+    product = dot(q.astype(dtype), keys.astype(dtype), contract=1)
     return product if scales is None else product * scales[None, :]
 
 
@@ -185,7 +185,8 @@ def _product_dtype(q: jax.Array, stored: jax.Array) -> jnp.dtype:
     return q.dtype if stored.dtype == jnp.int8 else jnp.promote_types(q.dtype, stored.dtype)
 
 
-def _dot(a: jax.Array, b: jax.Array, *, contract: int) -> jax.Array:
+def dot(a: jax.Array, b: jax.Array, *, contract: int) -> jax.Array:
+    """The product of a tile's rows with the columns (`contract` 0) or rows (1) of another, in float32."""
     # By default Triton rounds the operands of float32 products to 10 bits.
     return lax.dot_general(
         a,

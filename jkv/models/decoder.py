@@ -14,7 +14,7 @@ from jkv.kernels.attention import AttentionSpec, attend
 from jkv.kernels.batch import StepBatch
 from jkv.kernels.kv_pool import KvArrays
 from jkv.models.config import ModelConfig
-from jkv.models.experts import SparseMLP
+from jkv.models.experts import ExpertProduct, SparseMLP
 from jkv.models.layers import MLP, Linear, RMSNorm
 from jkv.models.rope import inverse_frequencies
 
@@ -27,7 +27,7 @@ class StepShape:
     attention: AttentionSpec
     unroll_layers: bool
     weights_first: bool  # see jkv.models.layers.product
-    expert_block: int | None  # see jkv.models.experts.SparseMLP
+    expert_product: ExpertProduct
     whole_experts: bool
 
 
@@ -139,7 +139,7 @@ class DecoderLayer(nnx.Module):
             x,
             context.tokens,
             weights_first=first,
-            block=shape.expert_block,
+            product=shape.expert_product,
             mesh=shape.attention.mesh,
             whole_experts=shape.whole_experts,
         )

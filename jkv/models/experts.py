@@ -1,9 +1,9 @@
 """A mixture of experts (Shazeer et al., arXiv:1701.06538; Mixtral, arXiv:2401.04088).
 
-Tokens are sorted by expert, so that each expert multiplies one run of rows. Accelerators do that in one
-ragged product for all experts, which XLA:GPU expands into a dense product with every expert. So would
-XLA:CPU: there a loop takes the experts that have tokens one after the other, a block of rows at a time, and
-reads only their weights.
+Tokens are sorted by expert, so that each expert multiplies one run of rows. TPUs do that in one ragged
+product for all experts, which XLA:GPU and XLA:CPU would expand into a dense product with every expert. GPUs
+have a kernel for it. On CPU a loop takes the experts that have tokens one after the other, a block of rows at
+a time, and reads only their weights.
 
 Experts' weights are `[experts, in, out]`, unlike all others. Of `[experts, out, in]` XLA:TPU copies the
 weights of all experts into this order in every layer of a step, and the loop on CPU takes up to twice as
@@ -18,10 +18,16 @@ from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 
+from jkv.kernels.gpu_grouped import grouped_product
+from jkv.kernels.gpu_grouped_tiles import GroupedTiles
 from jkv.kernels.mesh import TP, WHOLE, DeviceMesh
 from jkv.models.config import Activation, ExpertsConfig, ModelConfig
 from jkv.models.layers import Linear, activate, product
 from jkv.models.sharding import expert_partition
+
+# How experts multiply their rows: by the loop, so many rows at a time; by the GPU's kernel; or, if None, by
+# XLA's ragged product.
+ExpertProduct = int | GroupedTiles | None
 
 _LARGEST_BLOCK = 64
 # Rows of products of one shape have the same bits wherever they stand.
@@ -44,14 +50,13 @@ class SparseMLP(nnx.Module):
         tokens: jax.Array,
         *,
         weights_first: bool,
-        block: int | None,
+        product: ExpertProduct,
         mesh: DeviceMesh | None = None,
         whole_experts: bool = False,
     ) -> jax.Array:
         """`[T, hidden] -> [T, hidden]`; rows from `tokens` on are padding, go to no expert and give zeros.
 
         Args:
-            block: the rows that the loop multiplies at a time, or None for the ragged product.
             mesh: devices that have a part of each expert, or `whole_experts`, as many each.
         """
         weights, chosen = self._route(x, weights_first=weights_first)
@@ -60,13 +65,13 @@ class SparseMLP(nnx.Module):
         # What stands in the padding may be NaN, and its weights with it.
         weights = jnp.where(used, weights, 0)
         if mesh is None:
-            return self._weighted(x, weights, expert, self.experts, block)
+            return self._weighted(x, weights, expert, self.experts, product)
         definition, parts = nnx.split(self.experts)
 
         def local(x: jax.Array, weights: jax.Array, expert: jax.Array, state: nnx.State) -> jax.Array:
             experts = nnx.merge(definition, state)
             first = lax.axis_index(TP) * experts.count if whole_experts else 0
-            return lax.psum(self._weighted(x, weights, expert - first, experts, block), TP)
+            return lax.psum(self._weighted(x, weights, expert - first, experts, product), TP)
 
         split = jax.tree.map_with_path(
             lambda path, _: expert_partition(str(path[0].key), whole=whole_experts), parts
@@ -77,7 +82,12 @@ class SparseMLP(nnx.Module):
         return over_devices(x, weights, expert, parts)
 
     def _weighted(
-        self, x: jax.Array, weights: jax.Array, expert: jax.Array, experts: Experts, block: int | None
+        self,
+        x: jax.Array,
+        weights: jax.Array,
+        expert: jax.Array,
+        experts: Experts,
+        product: ExpertProduct,
     ) -> jax.Array:
         """What these experts add to the result; `expert`, `[T * per_token]`, may also be none of them."""
         here = (expert >= 0) & (expert < experts.count)
@@ -87,7 +97,7 @@ class SparseMLP(nnx.Module):
         # A sum where bincount would scatter, for which XLA:TPU's compiler overflows its stack in some steps.
         sizes = jnp.sum(expert[:, None] == jnp.arange(experts.count), axis=0, dtype=jnp.int32)
         rows = x[order // self.per_token]
-        out = experts.ragged(rows, sizes) if block is None else experts.loop(rows, sizes, block)
+        out = experts(rows, sizes, product)
         out = jnp.where(here[:, None], out[jnp.argsort(order)], 0)
         by_token = out.reshape(x.shape[0], self.per_token, -1)
         # Added one after the other: the order of a reduction could depend on its shape.
@@ -130,16 +140,23 @@ class Experts(nnx.Module):
         """How many there are, on this device where several have them."""
         return self.gate_proj.weight.shape[0]
 
-    def ragged(self, rows: jax.Array, sizes: jax.Array) -> jax.Array:
-        """All experts at once."""
+    def __call__(self, rows: jax.Array, sizes: jax.Array, product: ExpertProduct) -> jax.Array:
+        if isinstance(product, int):
+            return self._loop(rows, sizes, product)
+        return self._at_once(rows, sizes, product)
+
+    def _at_once(self, rows: jax.Array, sizes: jax.Array, tiles: GroupedTiles | None) -> jax.Array:
+        """All experts in one product."""
 
         def multiply(x: jax.Array, projection: ExpertLinear) -> jax.Array:
-            return lax.ragged_dot(x, projection.weight[...], sizes)
+            if tiles is None:
+                return lax.ragged_dot(x, projection.weight[...], sizes)
+            return grouped_product(x, projection.weight[...], sizes, tiles)
 
         inner = activate(multiply(rows, self.gate_proj), self.activation) * multiply(rows, self.up_proj)
         return multiply(inner, self.down_proj)
 
-    def loop(self, rows: jax.Array, sizes: jax.Array, block: int) -> jax.Array:
+    def _loop(self, rows: jax.Array, sizes: jax.Array, block: int) -> jax.Array:
         """One expert after the other, `block` rows at a time."""
         # The last block of an expert reaches past its rows: behind the last expert's there must be some.
         padded = jnp.pad(rows, ((0, block), (0, 0)))

@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import Mesh
 
 from jkv.cache.pages import Tier
@@ -18,8 +21,10 @@ from jkv.engine.host_pages import HostPage
 from jkv.engine.programs import ProgramPlan, gather_name, programs, sample_name, scatter_name, step_name
 from jkv.engine.request import CachedByTier
 from jkv.engine.runner import Runner
+from jkv.kernels.gpu_grouped_tiles import GroupedTiles
 from jkv.kernels.mesh import TP
-from jkv.models.params import Params, abstract_params, load_params
+from jkv.models.hf_config import from_hf
+from jkv.models.params import Params, abstract_params, layer_definition, load_params
 from jkv.models.resolve import cached_orbax, open_checkpoint, resolve_model
 from tests.engine.conftest import ALL_TIERS, L1_TOKENS
 from tests.engine.harness import (
@@ -33,6 +38,7 @@ from tests.engine.harness import (
 )
 from tests.engine.oracle import CASES_PER_MODEL, check_hit, smol_cases, tiny_case
 from tests.engine.plans import SMOLLM2, over, plan_of
+from tests.models.golden import config_json
 
 _PAGE = 16
 # An engine with few programs.
@@ -92,6 +98,27 @@ def test_each_width_gives_the_golden_tokens_and_reads_what_the_others_wrote(
         bench.ask(bench.engine.cache.drain_writes())
         bench.stop()
         written.append(own)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_kernel_for_experts_gives_the_same_where_devices_share_them(whole: bool) -> None:
+    config, tiles = (
+        from_hf(config_json("qwen3_moe")),
+        GroupedTiles(rows=16, columns=32, depth=32, warps=4, stages=2, interpret=True),
+    )
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(16, config.hidden_size)), jnp.float32)
+    checkpoint = tiny_checkpoint("qwen3_moe")
+    found = []
+    for mesh in (None, _mesh(4)):
+        params = load_params(
+            config, checkpoint.source, "float32", stacked=False, workers=2, mesh=mesh, whole_experts=whole
+        )
+        definition, _ = layer_definition(config, "float32")
+        mlp = nnx.merge(definition, params.layers[0]).mlp
+        run = partial(mlp, weights_first=False, product=tiles, mesh=mesh, whole_experts=whole)
+        found.append(np.asarray(jax.jit(run)(x, jnp.int32(13))))
+    assert not found[0][13:].any()
+    np.testing.assert_allclose(found[1], found[0], rtol=0, atol=1e-5)
 
 
 _ABOVE: dict[Tier, tuple[Tier, ...]] = {Tier.L3: (Tier.L1, Tier.L2), Tier.L2: (Tier.L1,), Tier.L1: ()}

@@ -75,6 +75,15 @@ QWEN3_30B_A3B = dataclasses.replace(
     experts=ExpertsConfig(count=128, per_token=8, normalized=True),
 )
 
+MIXTRAL_8X7B = dataclasses.replace(
+    LLAMA3_8B,
+    architecture="MixtralForCausalLM",
+    vocab_size=32000,
+    max_position=32768,
+    rope=RopeConfig(theta=1_000_000),
+    experts=ExpertsConfig(count=8, per_token=2, normalized=True),
+)
+
 
 def plan_of(
     config: ModelConfig,
@@ -145,6 +154,20 @@ PLANS = {
     ),
     "llama3-8b, 2 layers" + H100: plan_of(
         with_layers(LLAMA3_8B, 2), dtype="bfloat16", pages=8448, platform="gpu"
+    ),
+    "qwen3-30b-a3b, 2 layers" + H100: plan_of(
+        with_layers(QWEN3_30B_A3B, 2), dtype="bfloat16", pages=8448, platform="gpu"
+    ),
+    # Each device has a quarter of the experts.
+    "qwen3-30b-a3b-tp4, 2 layers" + H100: dataclasses.replace(
+        over(
+            plan_of(with_layers(QWEN3_30B_A3B, 2), dtype="bfloat16", pages=4 * 8448, platform="gpu"),
+            FOUR,
+        ),
+        whole_experts=True,
+    ),
+    "mixtral-8x7b, 2 layers" + H100: plan_of(
+        with_layers(MIXTRAL_8X7B, 2), dtype="bfloat16", pages=8448, platform="gpu"
     ),
     "qwen3-1.7b, 2 layers" + H100: plan_of(
         with_layers(QWEN3_1_7B, 2), dtype="bfloat16", pages=8448, platform="gpu"

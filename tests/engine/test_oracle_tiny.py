@@ -18,6 +18,7 @@ from jkv.engine.scheduler import Chunk
 from jkv.engine.sequence import Sequence
 from jkv.kernels.kv_pool import PoolShape
 from jkv.models.config import ModelConfig
+from jkv.models.experts import ExpertProduct
 from jkv.models.forward import logits
 from jkv.models.params import Params, load_params
 from tests.engine.conftest import Tiny
@@ -52,8 +53,8 @@ class TwoBuckets(ProgramPlan):
     def unroll_layers(self) -> bool:
         return not self.stacked
 
-    def expert_block(self, tokens: int) -> int | None:
-        return None if self.stacked else super().expert_block(tokens)
+    def expert_product(self, tokens: int) -> ExpertProduct:
+        return None if self.stacked else super().expert_product(tokens)
 
     @property
     def token_buckets(self) -> tuple[int, ...]:

@@ -14,13 +14,15 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jkv.kernels.gpu_grouped_tiles import GroupedTiles
 from jkv.kernels.xla_attention import BATCH_INVARIANT_CPU_OPTIONS
 from jkv.models.config import ExpertsConfig, ModelConfig
-from jkv.models.experts import BATCH_INVARIANT_BLOCK, SparseMLP, block_rows
+from jkv.models.experts import BATCH_INVARIANT_BLOCK, ExpertProduct, SparseMLP, block_rows
 from jkv.models.hf_config import from_hf
 from tests.models.golden import config_json
 
-_WAYS = pytest.mark.parametrize("block", [4, None], ids=["loop", "ragged"])
+_TILES = GroupedTiles(rows=16, columns=32, depth=32, warps=4, stages=1, interpret=True)
+_WAYS = pytest.mark.parametrize("product", [4, None, _TILES], ids=["loop", "ragged", "kernel"])
 
 
 def config_of(experts: ExpertsConfig) -> ModelConfig:
@@ -51,7 +53,7 @@ def weights(config: ModelConfig) -> dict[str, np.ndarray]:
 
 @cache
 def compiled(
-    config: ModelConfig, rows: int, block: int | None, invariant: bool = False
+    config: ModelConfig, rows: int, product: ExpertProduct, invariant: bool = False
 ) -> Callable[..., np.ndarray]:
     """`(x [rows, hidden], tokens, weights) -> [rows, hidden]`."""
     definition, state = nnx.split(nnx.eval_shape(lambda: SparseMLP(config, jnp.float32)))
@@ -61,7 +63,7 @@ def compiled(
             lambda path, _: values[[str(k.key) for k in path if hasattr(k, "key")][-2]], state
         )
         mlp = nnx.merge(definition, filled)
-        return mlp(x, tokens, weights_first=False, block=block)
+        return mlp(x, tokens, weights_first=False, product=product)
 
     options = BATCH_INVARIANT_CPU_OPTIONS if invariant else {}
     program = jax.jit(run, compiler_options=options)
@@ -100,12 +102,12 @@ def expected(config: ModelConfig, x: np.ndarray) -> np.ndarray:
     seed=st.integers(0, 2**32 - 1),
 )
 def test_equals_float64_whatever_is_in_the_padding(
-    config: ModelConfig, block: int | None, tokens: int, spread: float, padding: float, seed: int
+    config: ModelConfig, product: ExpertProduct, tokens: int, spread: float, padding: float, seed: int
 ) -> None:
     x = random_rows(np.random.default_rng(seed), 32, spread)
     want = expected(config, x[:tokens])
     x[tokens:] = padding
-    out = compiled(config, 32, block)(x, tokens, weights(config))
+    out = compiled(config, 32, product)(x, tokens, weights(config))
     np.testing.assert_allclose(out[:tokens], want, rtol=0, atol=2e-4 * max(1, np.abs(want).max(initial=0)))
     assert not out[tokens:].any()
 
