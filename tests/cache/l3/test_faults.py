@@ -1,15 +1,27 @@
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from jkv.cache.l3.faults import FaultPlan, from_environment
+from jkv.cache.l3.owner import Hold
 from jkv.cache.l3.reasons import Reason
 from jkv.cache.l3.store import PageStore, StoreOptions
 from jkv.errors import ConfigError
-from tests.cache.l3.pages import assert_serves, chain, delete, identity, open_store, read, reasons, write
+from tests.cache.l3.pages import (
+    WAIT_S,
+    assert_serves,
+    chain,
+    delete,
+    identity,
+    open_store,
+    read,
+    reasons,
+    write,
+)
 
 MODEL = identity()
 INFOS = chain(MODEL, 40)
@@ -95,6 +107,30 @@ def test_a_store_that_hangs_has_outcomes_and_keeps_nothing_that_came_late(tmp_pa
         time.sleep(0.01)
     assert {page.key for page in store.list().own} == {info.key for info in rest}
     assert_serves(store, MODEL, rest)
+    store.close()
+
+
+class HangingHold:
+    """A hold that is looked after on a file system that hangs, until it is let go."""
+
+    def __init__(self, hold: Hold) -> None:
+        self.release, self.answer = hold.release, threading.Event()
+
+    @property
+    def valid(self) -> bool:
+        return self.answer.wait(WAIT_S)
+
+
+def test_a_store_that_hangs_before_the_write_has_outcomes_too(tmp_path: Path) -> None:
+    """All threads wait for the first one then, which looks whether the owner is still held."""
+    options = StoreOptions(location=str(tmp_path), write_threads=2, change_timeout_s=0.1)
+    store = PageStore.open(options, MODEL)
+    hold = store._hold = HangingHold(store._hold)
+    assert set(reasons(write(store, MODEL, INFOS))) == {Reason.TIMEOUT}
+    hold.answer.set()
+    while set(reasons(write(store, MODEL, INFOS[20:]))) != {None}:
+        time.sleep(0.01)
+    assert {page.key for page in store.list().own} == {info.key for info in INFOS[20:]}, "one ran too late"
     store.close()
 
 
