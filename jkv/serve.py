@@ -16,7 +16,8 @@ from jkv.api.listening import join_address
 from jkv.api.prompt import Backend
 from jkv.cache.control import CacheControl
 from jkv.cache.replica import Replica
-from jkv.config import GIB, ServeConfig, parse_config
+from jkv.config import ServeConfig, parse_config
+from jkv.engine.gpu_memory import allow_gpu_memory
 from jkv.engine.host_memory import keep_freed_memory
 from jkv.engine.request import Generator
 from jkv.engine.stats import EngineStats
@@ -32,8 +33,6 @@ from jkv.text.tokenizer import Tokenizer
 T = TypeVar("T")
 
 log = logging.getLogger("jkv.serve")
-
-_PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
 
 class RunningEngine(Generator, Protocol):
@@ -174,10 +173,9 @@ def _progress() -> ProgressLine:
 
 
 def _prepare_memory() -> None:
-    """Before jax starts. On GPUs XLA caps pinned host memory at 64 GB where only the machine should."""
+    """Before jax starts."""
     keep_freed_memory()
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    os.environ.setdefault(_PINNED_LIMIT, str(max(1, total // GIB)))
+    allow_gpu_memory(os.environ, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 def _in_daemon_thread(function: Callable[[], T]) -> asyncio.Future[T]:

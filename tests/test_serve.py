@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jkv.api import jkv_pb2 as pb
 from jkv.api import jkv_pb2_grpc as pb_grpc
+from jkv.engine.gpu_memory import MEMORY_FRACTION
 from jkv.serve import main
 
 # argv[1] is how long loading takes, argv[2] the seconds between tokens; the rest are flags.
@@ -183,3 +185,29 @@ def test_a_model_that_cannot_be_loaded_ends_the_process_with_its_error() -> None
 def test_unusable_flags_are_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--page-size", "7"]) == 2
     assert capsys.readouterr().err == "error: --page-size 7: must be a power of two from 8 to 256\n"
+
+
+_BEFORE_JAX = """
+import os, sys
+from jkv.serve import main
+
+class Jax:
+    def find_spec(self, name, path, target=None):
+        if name == "jax":
+            told = "XLA_CLIENT_MEM_FRACTION", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+            sys.exit(" ".join(os.environ[name] for name in told))
+
+sys.meta_path.insert(0, Jax())
+main([])
+"""
+
+
+def test_what_jax_may_take_of_a_gpu_is_said_before_it_is_imported() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", _BEFORE_JAX],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "XLA_CLIENT_MEM_FRACTION": "", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "7"},
+    )
+    assert run.stderr == f"{MEMORY_FRACTION} 7\n"

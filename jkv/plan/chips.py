@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jkv.cache_config import GIB
+from jkv.engine.gpu_memory import MEMORY_FRACTION
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +51,11 @@ TPU_V6E = Chip(
     link_bytes_per_s=2 * 100e9,
     sources=f"{_GOOGLE}/v6e; the host's link: {_BOOK}",
 )
-# bfloat16 and TF32 without sparsity. NVLink and PCIe 5.0 x16 are published as the sum of both directions. jax
-# takes three quarters of a GPU's memory unless it is told otherwise
-# (https://docs.jax.dev/en/latest/gpu_memory_allocation.html).
+# bfloat16 and TF32 without sparsity. NVLink and PCIe 5.0 x16 are published as the sum of both directions. Of
+# the memory it is what a server has jax take.
 H100 = Chip(
     name="H100 SXM",
-    memory_bytes=84_929_347_584 * 3 // 4,
+    memory_bytes=int(84_929_347_584 * MEMORY_FRACTION),
     flops=989.4e12,
     float32_flops=494.7e12,
     memory_bytes_per_s=3.35e12,
