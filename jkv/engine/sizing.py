@@ -13,6 +13,7 @@ from jkv.engine.l1_size import Memory, ProgramBytes, divide, l1_pages
 from jkv.engine.programs import Program, ProgramPlan, gather_name, programs, sample_name, step_name
 from jkv.engine.sampling import SamplerState
 from jkv.errors import ConfigError
+from jkv.kernels.gpu_blocks import UNADDRESSABLE
 from jkv.kernels.mesh import own_devices
 
 _CPU_L1_BYTES = GIB
@@ -50,8 +51,16 @@ def device_memory(plan: ProgramPlan) -> Memory:
     free = min(_free(device) for device in devices)
     every = list(programs(plan))
     largest = [program_bytes(p) for p in every if p.name in largest_programs(plan)]
-    left = divide(free, state_bytes(plan) + staging_bytes(plan), largest, len(every)).left
-    return Memory(available=left, default=left)
+    return for_l1(plan, divide(free, state_bytes(plan) + staging_bytes(plan), largest, len(every)).left)
+
+
+def for_l1(plan: ProgramPlan, left: int) -> Memory:
+    """The `left` bytes of an accelerator, or of them those of the largest int8 pool that a GPU addresses."""
+    page, values = plan.pool.device_page_bytes, plan.pool.device_page_values
+    if plan.platform != "gpu" or not plan.pool.quantized or left // page * values not in UNADDRESSABLE:
+        return Memory(available=left, default=left)
+    most = (UNADDRESSABLE.start - 1) // values * page
+    return Memory(available=most, default=most, where="for int8, of which a GPU addresses 2 GiB or over 4")
 
 
 def _shared(memory: Memory, devices: int) -> Memory:

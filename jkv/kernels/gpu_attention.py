@@ -10,7 +10,7 @@ import jax
 
 from jkv.errors import ConfigError, UnsupportedModelError
 from jkv.kernels.batch import StepBatch
-from jkv.kernels.gpu_blocks import GpuBlocks
+from jkv.kernels.gpu_blocks import UNADDRESSABLE, GpuBlocks
 from jkv.kernels.gpu_decode import decode
 from jkv.kernels.gpu_prefill import prefill
 from jkv.kernels.gpu_tiles import Operands, Problem
@@ -70,8 +70,7 @@ def _check(problem: Problem, values: jax.Array) -> None:
         raise UnsupportedModelError(
             f"{problem.group} query heads of one KV head: attention on GPUs takes up to {_MOST_GROUP}"
         )
-    # Pallas's Triton lowering gives an array 64-bit offsets only if it has more than 4 GiB.
-    if 2**31 < values.size <= 2**32 and values.dtype.itemsize == 1:
+    if values.dtype.itemsize == 1 and values.size in UNADDRESSABLE:
         raise ConfigError(
             f"--l1-gib: {values.size} bytes of int8 keys and values on one GPU cannot be addressed; "
             "allowed: up to 2 GiB, or more than 4 GiB"

@@ -22,6 +22,9 @@ SHARED_RESERVE = 1024
 TILE_BYTES = 16 * 1024
 LEAST_SIDE, _MOST_KEYS, _MOST_EXACT_KEYS = 16, 128, 32
 _PREFILL_ROWS = 128
+# Bytes of int8 that cannot be addressed: Pallas's Triton lowering gives an array 64-bit offsets only if it
+# has more than 4 GiB, and those of 32 bits are signed.
+UNADDRESSABLE = range(2**31 + 1, 2**32 + 1)
 
 
 @dataclass(frozen=True, kw_only=True)

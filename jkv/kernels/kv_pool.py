@@ -99,6 +99,11 @@ class PoolShape:
         return self.page_bytes // self.kv_heads * self.device_heads
 
     @property
+    def device_page_values(self) -> int:
+        """Elements of one page in each device's part of the pool's values."""
+        return self.layers * self.page_size * 2 * self.device_heads * self.head_dim
+
+    @property
     def host_page_bytes(self) -> int:
         """Bytes of a page that lies over the devices, in host memory."""
         return self.abstract_page().nbytes

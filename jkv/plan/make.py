@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jkv.config import GIB
-from jkv.engine.l1_size import Budget, Memory, divide, l1_pages
+from jkv.engine.l1_size import Budget, divide, l1_pages
 from jkv.engine.planning import kv_dtype, max_model_len, plan_for, with_pages
 from jkv.engine.programs import (
     ADMIT,
@@ -18,7 +18,7 @@ from jkv.engine.programs import (
     scatter_name,
     step_name,
 )
-from jkv.engine.sizing import host_memory, largest_programs, staging_bytes, state_bytes
+from jkv.engine.sizing import for_l1, host_memory, largest_programs, staging_bytes, state_bytes
 from jkv.errors import ConfigError
 from jkv.models.resolve import model_config
 from jkv.models.sharding import possible_tp, widened
@@ -81,8 +81,7 @@ def make_plan(options: PlanOptions, progress: Callable[[Compiled], None]) -> Pla
     weights = _weights(options, small, chip, chips[0])
     sizing = compile_named(small, largest_programs(small))
     budget = _budget(small, chip.memory_bytes - weights, sizing)
-    on_device = Memory(available=budget.left, default=budget.left)
-    memory = host_memory(serve, weights) if target.chip is None else on_device
+    memory = host_memory(serve, weights) if target.chip is None else for_l1(small, budget.left)
     page = small.pool.device_page_bytes
     plan = with_pages(small, l1_pages(serve, page, memory))
     # Sampling does not touch the pool, and stays as it was.

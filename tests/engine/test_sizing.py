@@ -12,9 +12,10 @@ from jkv.config import GIB, ServeConfig
 from jkv.engine import host_memory as host_memory_module
 from jkv.engine import sizing
 from jkv.engine.l1_size import Memory, ProgramBytes, divide, l1_pages
-from jkv.engine.programs import ProgramPlan, programs
+from jkv.engine.programs import Platform, ProgramPlan, programs
 from jkv.engine.sizing import device_memory, host_memory
 from jkv.errors import ConfigError
+from jkv.kernels.gpu_blocks import UNADDRESSABLE
 from tests.engine.plans import SMOLLM2, plan_of
 
 _PAGE = 1000
@@ -86,6 +87,27 @@ def test_a_device_gives_what_its_allocator_and_the_compiler_leave(
     # Weights are in `bytes_in_use` and the pool is what is being sized: neither counts twice.
     assert used < 16 * 2**20
     assert memory.default == memory.available
+
+
+@pytest.mark.parametrize(
+    ("left_gib", "values_gib"), [(1.9, 1.9 * 16 / 17), (3.0, 2.0), (4.1, 2.0), (4.5, 4.5 * 16 / 17)]
+)
+def test_a_gpu_gets_no_int8_pool_that_it_cannot_address(left_gib: float, values_gib: float) -> None:
+    """Values take 16 of 17 bytes, and their scales the rest."""
+    plan = plan_of(SMOLLM2, dtype="bfloat16", kv_dtype="int8", pages=1, platform="gpu")
+    page = plan.pool.device_page_bytes
+    pages = l1_pages(ServeConfig(), page, sizing.for_l1(plan, int(left_gib * GIB)))
+    values = pages * plan.pool.device_page_values
+    assert values not in UNADDRESSABLE
+    assert 0 <= values_gib * GIB - values < 2 * page
+    with pytest.raises(ConfigError, match=r"^--l1-gib 5: .* bytes available"):
+        l1_pages(ServeConfig(l1_gib=5.0), page, sizing.for_l1(plan, int(left_gib * GIB)))
+
+
+@pytest.mark.parametrize(("kv_dtype", "platform"), [("bfloat16", "gpu"), ("int8", "tpu")])
+def test_other_pools_take_what_is_left(kv_dtype: str, platform: Platform) -> None:
+    plan = plan_of(SMOLLM2, dtype="bfloat16", kv_dtype=kv_dtype, pages=1, platform=platform)
+    assert sizing.for_l1(plan, 3 * GIB) == Memory(available=3 * GIB, default=3 * GIB)
 
 
 @pytest.mark.parametrize("stats", [None, {}])
