@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jkv.kernels.batch import StepBatch
-from jkv.kernels.kv_pool import KvArrays, load_kv
+from jkv.kernels.kv_pool import KvArrays, from_stored, load_kv
 
 _MASKED = -1e30
 
@@ -154,8 +154,7 @@ class _PagedAttention:
             q = jnp.pad(q, ((0, 0), (0, 0), (0, self.head_dim)))
 
             def body(block: jax.Array, run: _Running) -> _Running:
-                kv = self._load(seq, block, keys).reshape(keys, self.kv_heads, 2 * self.head_dim)
-                kv = kv.transpose(1, 0, 2)
+                kv = self._load_by_head(seq, block, keys)
                 # XLA:CPU copies a product's right operand into another order: let that be q. Without the
                 # barrier XLA would swap them back.
                 scores = jnp.einsum("hke,hre->hkr", kv, q, precision=self.precision)
@@ -173,6 +172,21 @@ class _PagedAttention:
             return lax.dynamic_update_index_in_dim(out, rows.reshape(self.heads, self.head_dim), index, 0)
 
         return lax.fori_loop(0, self.batch.counts[0], one, out)
+
+    def _load_by_head(self, seq: _Sequence, block: jax.Array, keys: int) -> jax.Array:
+        """As `_load`, but `[kv_heads, keys, 2 * head_dim]`."""
+        if self.pool.scales is not None:
+            kv = self._load(seq, block, keys).reshape(keys, self.kv_heads, 2 * self.head_dim)
+            return kv.transpose(1, 0, 2)
+        # Gathers rows of one head: whole pages XLA:CPU would transpose in a pass of its own.
+        per_block = keys // self.page_size
+        pages = self.first_row + lax.dynamic_slice(seq.table, (block * per_block,), (per_block,))
+        tokens = (pages[:, None] * self.page_size + jnp.arange(self.page_size)).reshape(keys)
+        rows = tokens * self.kv_heads + jnp.arange(self.kv_heads)[:, None]
+        by_head = self.pool.values.reshape(-1, 2 * self.head_dim)
+        kv = from_stored(by_head.at[rows].get(mode="promise_in_bounds")).astype(jnp.float32)
+        used = block * keys + jnp.arange(keys) < seq.kv_len
+        return jnp.where(used[:, None], kv, 0)
 
     def _decode_as_prefill(self, out: jax.Array) -> jax.Array:
         # Two rows, the second one discarded: a product of one row rounds differently.
