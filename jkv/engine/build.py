@@ -41,7 +41,7 @@ from jkv.engine.scheduler import Limits, Scheduler
 from jkv.engine.sizing import plan_l1
 from jkv.engine.tiers import build_lower
 from jkv.errors import ConfigError
-from jkv.kernels.xla_attention import BATCH_INVARIANT_CPU_OPTIONS
+from jkv.kernels.xla_attention import BATCH_INVARIANT_CPU_OPTIONS, CPU_OPTIONS
 from jkv.models.params import Params, load_params
 from jkv.models.resolve import Checkpoint, cached_orbax, open_checkpoint, resolve_model
 from jkv.paths import cache_dir
@@ -227,7 +227,9 @@ def compile_programs(plan: ProgramPlan, progress: Progress) -> dict[str, Callabl
 
 
 def _compiler_options(plan: ProgramPlan) -> dict[str, str | bool]:
-    return BATCH_INVARIANT_CPU_OPTIONS if plan.batch_invariant and plan.platform == "cpu" else {}
+    if plan.platform != "cpu":
+        return {}
+    return BATCH_INVARIANT_CPU_OPTIONS if plan.batch_invariant else CPU_OPTIONS
 
 
 def _platform() -> Platform:

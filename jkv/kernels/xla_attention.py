@@ -7,6 +7,7 @@ order depends on its position alone, and a masked block leaves max, sum and outp
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,6 +32,10 @@ class AttentionBlocks:
     decode_keys: int = 128
     one_path: bool = False
 
+
+# XLA:CPU works on vectors of 256 bits unless told to use those of 512 that a processor has. Not where
+# bits must not depend on the batch: what is left of a loop after its vectors may be rounded in another way.
+CPU_OPTIONS: dict[str, str | bool] = {"xla_cpu_prefer_vector_width": "512"}
 
 BATCH_INVARIANT_BLOCKS = AttentionBlocks(prefill_keys=128, one_path=True)
 # Where bits must not depend on the batch, YNNPACK gets every product and no reduction. It sums a product of
@@ -208,24 +213,30 @@ class _PagedAttention:
         return lax.fori_loop(self.batch.counts[0], self.batch.counts[1], one, out)
 
     def _query_block(self, seq: _Sequence, index: jax.Array | int, out: jax.Array, queries: int) -> jax.Array:
+        """In what is done to each score the rows of all heads have one axis: XLA:CPU cuts loops in two along
+        the first one, and few heads would make uneven halves.
+        """
         keys = max(self.blocks.prefill_keys, self.page_size)
         flat = seq.q_start + index * queries
         first = seq.kv_len - seq.q_len + index * queries
         q = lax.dynamic_slice_in_dim(self.q, flat, queries, 0)
         q = q.reshape(queries, self.kv_heads, self.group, self.head_dim)
         q = q.transpose(1, 0, 2, 3).reshape(self.kv_heads, queries * self.group, self.head_dim)
-        positions = jnp.repeat(first + jnp.arange(queries), self.group)
+        positions = jnp.tile(jnp.repeat(first + jnp.arange(queries), self.group), self.kv_heads)
+        # Faster as it lies, where bits may depend on the number of rows (see BATCH_INVARIANT_CPU_OPTIONS).
+        v_axes = "hdk" if self.blocks.one_path else "hkd"
 
         def body(block: jax.Array, run: _Running) -> _Running:
             kv = self._load(seq, block, keys).reshape(keys, self.kv_heads, 2, self.head_dim)
-            k, v = kv[:, :, 0].transpose(1, 0, 2), kv[:, :, 1].transpose(1, 2, 0)
+            k, v = kv[:, :, 0].transpose(1, 0, 2), jnp.einsum(f"khd->{v_axes}", kv[:, :, 1])
             scores = jnp.einsum("hmd,hkd->hmk", q, k, precision=self.precision)
+
+            def weigh(p: jax.Array) -> jax.Array:
+                p = p.reshape(scores.shape)
+                return jnp.einsum(f"hmk,{v_axes}->hmd", p, v, precision=self.precision)
+
             seen = self._visible(block, keys, positions)
-            return _accumulate(
-                run,
-                self._masked(scores, seen[None]),
-                lambda p: jnp.einsum("hmk,hdk->hmd", p, v, precision=self.precision),
-            )
+            return _accumulate(run, self._masked(scores.reshape(-1, keys), seen), weigh)
 
         last = jnp.minimum(first + queries, seq.kv_len) - 1
         start = _empty((self.kv_heads, queries * self.group), self.head_dim)
@@ -240,8 +251,11 @@ def _empty(rows: tuple[int, ...], width: int) -> _Running:
     return _Running(jnp.full(rows, _MASKED), jnp.zeros(rows), jnp.zeros((*rows, width)))
 
 
-def _accumulate(run: _Running, scores: jax.Array, weigh) -> _Running:
-    peak = jnp.maximum(run.peak, scores.max(axis=-1))
-    p = jnp.exp(scores - peak[..., None])
+def _accumulate(run: _Running, scores: jax.Array, weigh: Callable[[jax.Array], jax.Array]) -> _Running:
+    """Takes in a key block's logits `[..., keys]`, whose rows may have other axes than those of `run`."""
+    rows = run.peak.shape
+    peak = jnp.maximum(run.peak, scores.max(axis=-1).reshape(rows))
+    p = jnp.exp(scores - peak.reshape(*scores.shape[:-1], 1))
     decay = jnp.exp(run.peak - peak)
-    return _Running(peak, run.total * decay + p.sum(axis=-1), run.out * decay[..., None] + weigh(p))
+    total = run.total * decay + p.sum(axis=-1).reshape(rows)
+    return _Running(peak, total, run.out * decay[..., None] + weigh(p))

@@ -18,6 +18,7 @@ from jkv.kernels.kv_pool import KvArrays, PoolShape, stored_dtype, to_stored
 from jkv.kernels.xla_attention import (
     BATCH_INVARIANT_BLOCKS,
     BATCH_INVARIANT_CPU_OPTIONS,
+    CPU_OPTIONS,
     paged_attention,
 )
 
@@ -190,7 +191,7 @@ def _compiled(shape: Shape, kernel: Callable[..., jax.Array], blocks: Any) -> Ca
             blocks=blocks,
         )
 
-    options = BATCH_INVARIANT_CPU_OPTIONS if blocks == BATCH_INVARIANT_BLOCKS else {}
+    options = BATCH_INVARIANT_CPU_OPTIONS if blocks == BATCH_INVARIANT_BLOCKS else CPU_OPTIONS
     return jax.jit(run, compiler_options=options)
 
 

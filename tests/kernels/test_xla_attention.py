@@ -62,6 +62,7 @@ def test_bfloat16_queries_give_bfloat16_rows() -> None:
         Shape(heads=8, kv_heads=2, head_dim=16, page_size=16, kv_dtype="bfloat16"),
         Shape(heads=9, kv_heads=3, head_dim=64, page_size=64, kv_dtype="int8"),
         Shape(heads=7, kv_heads=7, head_dim=72, page_size=16),
+        Shape(heads=3, kv_heads=1, head_dim=64, page_size=16),
         Shape(heads=6, kv_heads=2, head_dim=32, page_size=256),
     ],
     ids=str,

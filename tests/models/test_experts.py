@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jkv.kernels.gpu_grouped_tiles import GroupedTiles
-from jkv.kernels.xla_attention import BATCH_INVARIANT_CPU_OPTIONS
+from jkv.kernels.xla_attention import BATCH_INVARIANT_CPU_OPTIONS, CPU_OPTIONS
 from jkv.models.config import ExpertsConfig, ModelConfig
 from jkv.models.experts import BATCH_INVARIANT_BLOCK, ExpertProduct, SparseMLP, block_rows
 from jkv.models.hf_config import from_hf
@@ -65,7 +65,7 @@ def compiled(
         mlp = nnx.merge(definition, filled)
         return mlp(x, tokens, weights_first=False, product=product)
 
-    options = BATCH_INVARIANT_CPU_OPTIONS if invariant else {}
+    options = BATCH_INVARIANT_CPU_OPTIONS if invariant else CPU_OPTIONS
     program = jax.jit(run, compiler_options=options)
     return lambda x, tokens, values: np.asarray(program(jnp.asarray(x), jnp.int32(tokens), values))
 
