@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import lax
 from jax.typing import DTypeLike
 
 from jkv.kernels.attention import AttentionSpec, attend
@@ -160,10 +161,16 @@ def layer_context(config: ModelConfig, batch: StepBatch[jax.Array]) -> LayerCont
     frequencies, scales = zip(*(inverse_frequencies(r, config.head_dim) for r in ropes), strict=True)
     per_rope = np.asarray(scales, np.float32)[:, None, None]
     angles = batch.positions.astype(jnp.float32)[None, :, None] * np.stack(frequencies)[:, None, :]
+    # What a branch returns is not fused into its users: XLA:CPU would compute it for all heads of all layers.
+    cos, sin = lax.cond(
+        batch.counts[1] > 0,
+        lambda: (jnp.cos(angles) * per_rope, jnp.sin(angles) * per_rope),
+        lambda: (jnp.zeros_like(angles), jnp.zeros_like(angles)),
+    )
     in_use = jnp.arange(batch.q_lens.shape[0]) < batch.counts[1]
     return LayerContext(
-        cos=jnp.cos(angles) * per_rope,
-        sin=jnp.sin(angles) * per_rope,
+        cos=cos,
+        sin=sin,
         tokens=jnp.sum(jnp.where(in_use, batch.q_lens, 0)),
         batch=batch,
     )
