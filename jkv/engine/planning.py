@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from jkv import __version__
 from jkv.config import ServeConfig
 from jkv.engine.programs import Platform, ProgramPlan, table_width
 from jkv.errors import ConfigError
@@ -75,12 +76,13 @@ def kv_dtype(config: ServeConfig, platform: Platform) -> str:
 
 def numerics(config: ServeConfig) -> str:
     """What pages' bits depend on beside the model, where bits are promised: pages made on other devices, by
-    another compiler or with sums over another number of devices are right, but not equal to those made here.
+    another jkv or compiler, or with sums over another number of devices are right, but not equal to those
+    made here.
     """
     if not config.batch_invariant:
         return ""
     jaxlib = importlib.metadata.version("jaxlib")
-    return f"batch-invariant {jax.devices()[0].device_kind} jaxlib-{jaxlib} tp-{config.tp}"
+    return f"batch-invariant {jax.devices()[0].device_kind} jkv-{__version__} jaxlib-{jaxlib} tp-{config.tp}"
 
 
 def max_model_len(config: ServeConfig, model: ModelConfig) -> int:
