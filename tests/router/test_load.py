@@ -39,6 +39,35 @@ def test_requests_count_from_the_moment_they_are_sent_until_a_report_has_them() 
     assert (_now(loads, "requests"), _now(loads, "prefill_tokens")) == (3, 650)
 
 
+def test_all_that_an_engine_reports_is_where_a_choice_looks_for_it() -> None:
+    reported = NothingReported(
+        running=1,
+        waiting=2,
+        prefill_tokens=30,
+        max_num_seqs=4,
+        prefill_tokens_per_s=5.0,
+        l2_bytes_per_s=6.0,
+        l3_bytes_per_s=7.0,
+    )
+    silent, loads = EngineLoads(Clock()), EngineLoads(Clock())
+    loads.take(reported)
+    loads.send([1], 100, turn=8)
+    both = loads_of([silent, loads])
+    assert [column[1] for column in both] == [4, 1, 130, 4, 0, 8, 5, 6, 7, 0, 0]
+    assert both._fields[:9] == (
+        "requests",
+        "running",
+        "prefill_tokens",
+        "slots",
+        "slot_s",
+        "chosen_at",
+        "reported_tokens_per_s",
+        "l2_bytes_per_s",
+        "l3_bytes_per_s",
+    )
+    assert [column[0] for column in both] == [0] * 11
+
+
 def test_requests_whose_prompt_is_computed_do_not_count_as_prefill() -> None:
     loads = EngineLoads(Clock())
     sent = loads.send([1], 500, turn=1)
