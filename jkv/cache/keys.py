@@ -61,9 +61,7 @@ def pack_tokens(tokens: Sequence[int]) -> bytes:
 
 def page_key(parent: bytes, tokens: Sequence[int]) -> bytes:
     """The key of a full page: blake2b-128 over its parent's key and its packed tokens."""
-    hasher = _HASHER.copy()
-    hasher.update(parent + pack_tokens(tokens))
-    return hasher.digest()
+    return blake2b(parent + pack_tokens(tokens), digest_size=KEY_BYTES).digest()
 
 
 def page_keys(root: bytes, tokens: Sequence[int], page_size: int) -> list[bytes]:
