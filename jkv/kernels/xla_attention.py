@@ -124,9 +124,16 @@ class _PagedAttention:
         """Keys and values of one key block, `[keys, 2 * kv_heads * head_dim]`, zero past the sequence's
         end.
         """
+        kv = load_kv(self.pool, self._rows(seq, block, keys))
+        return self._zero_past_end(kv, seq, block, keys)
+
+    def _rows(self, seq: _Sequence, block: jax.Array, keys: int) -> jax.Array:
+        """The pool rows of a key block's pages."""
         per_block = keys // self.page_size
-        pages = lax.dynamic_slice(seq.table, (block * per_block,), (per_block,))
-        kv = load_kv(self.pool, self.first_row + pages)
+        return self.first_row + lax.dynamic_slice(seq.table, (block * per_block,), (per_block,))
+
+    def _zero_past_end(self, kv: jax.Array, seq: _Sequence, block: jax.Array, keys: int) -> jax.Array:
+        """`[..., keys, width]` of a key block in float32."""
         used = block * keys + jnp.arange(keys) < seq.kv_len
         return jnp.where(used[:, None], kv.astype(jnp.float32), 0)
 
@@ -184,14 +191,12 @@ class _PagedAttention:
             kv = self._load(seq, block, keys).reshape(keys, self.kv_heads, 2 * self.head_dim)
             return kv.transpose(1, 0, 2)
         # Gathers rows of one head: whole pages XLA:CPU would transpose in a pass of its own.
-        per_block = keys // self.page_size
-        pages = self.first_row + lax.dynamic_slice(seq.table, (block * per_block,), (per_block,))
+        pages = self._rows(seq, block, keys)
         tokens = (pages[:, None] * self.page_size + jnp.arange(self.page_size)).reshape(keys)
         rows = tokens * self.kv_heads + jnp.arange(self.kv_heads)[:, None]
         by_head = self.pool.values.reshape(-1, 2 * self.head_dim)
-        kv = from_stored(by_head.at[rows].get(mode="promise_in_bounds")).astype(jnp.float32)
-        used = block * keys + jnp.arange(keys) < seq.kv_len
-        return jnp.where(used[:, None], kv, 0)
+        kv = from_stored(by_head.at[rows].get(mode="promise_in_bounds"))
+        return self._zero_past_end(kv, seq, block, keys)
 
     def _decode_as_prefill(self, out: jax.Array) -> jax.Array:
         # Two rows, the second one discarded: a product of one row rounds differently.
