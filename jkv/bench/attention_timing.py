@@ -19,6 +19,7 @@ from jkv.bench.attention import AttentionOptions, Timing
 from jkv.config import ServeConfig
 from jkv.engine.planning import plan_for
 from jkv.engine.programs import Platform, ProgramPlan
+from jkv.errors import ConfigError
 from jkv.kernels.attention import AttentionSpec, read
 from jkv.kernels.batch import StepBatch
 from jkv.kernels.gpu_blocks import GpuBlocks, Tiles
@@ -57,11 +58,13 @@ def measure(options: AttentionOptions) -> tuple[list[Timing], str]:
     """Timings of decodes and of a chunk for every context, and the device's and the kernel's names.
 
     Raises:
-        ConfigError: a shape that the device's kernel refuses.
+        ConfigError: a shape that the device's kernel refuses, or `tune` where its blocks are fixed.
         UnsupportedModelError: likewise.
     """
     plan = plan_of(options)
     spec = plan.attention
+    if options.tune and spec.blocks is None:
+        raise ConfigError("--tune: the kernel of CPUs has fixed block sizes; tune on a GPU or TPU")
     cases = [
         case
         for context in options.lengths
@@ -196,7 +199,9 @@ def _seconds(run: Callable[[int], jax.Array]) -> float:
 
 
 def _named(blocks: Blocks, kind: str) -> str:
-    """The sizes that count for decodes, or for chunks."""
+    """The sizes that count for decodes, or for chunks; none where the kernel's are fixed."""
+    if blocks is None:
+        return ""
     part = _part(blocks, kind)
     return " ".join(f"{name}={getattr(part, name)}" for name in _sizes(part, kind))
 

@@ -43,8 +43,8 @@ def measure(options: AttentionOptions, layers: int) -> dict[str, Any]:
 
 
 def _pallas(plan: ProgramPlan) -> AttentionSpec:
-    """The engine's kernel; on CPU, which has none, a GPU's, interpreted."""
-    if plan.attention.kernel != "xla":
+    """The engine's kernel; on CPU, which has none in Pallas, a GPU's, interpreted."""
+    if plan.platform != "cpu":
         return plan.attention
     config = plan.config
     blocks = gpu_blocks(

@@ -13,6 +13,7 @@ from jkv import __version__
 from jkv.config import ServeConfig
 from jkv.engine.programs import Platform, ProgramPlan, table_width
 from jkv.errors import ConfigError
+from jkv.kernels import cpu_library
 from jkv.kernels.gpu_blocks import GpuChip
 from jkv.kernels.kv_pool import PoolShape, stored_dtype
 from jkv.kernels.tpu_blocks import TpuChip
@@ -52,6 +53,7 @@ def plan_for(
         batch_invariant=config.batch_invariant,
         tpu=TpuChip.of(devices[0]) if platform == "tpu" else None,
         gpu=GpuChip.of(devices[0]) if platform == "gpu" else None,
+        cpu_kernels=platform == "cpu" and not config.batch_invariant and cpu_library.available(),
         mesh=device_mesh(config.tp, devices),
         whole_experts=config.ep,
     )

@@ -18,6 +18,7 @@ from jkv.engine.packing import packed_size, unpack
 from jkv.engine.sampling import SampleBatch, Sampled, SamplerState, admit, sample
 from jkv.kernels.attention import AttentionSpec
 from jkv.kernels.batch import StepBatch
+from jkv.kernels.cpu_attention import DIM_MULTIPLE
 from jkv.kernels.gpu_blocks import GpuBlocks, GpuChip, gpu_blocks
 from jkv.kernels.gpu_grouped_tiles import grouped_tiles
 from jkv.kernels.kv_pool import KvArrays, PoolShape
@@ -30,10 +31,13 @@ from jkv.models.config import ModelConfig
 from jkv.models.decoder import StepShape
 from jkv.models.experts import BATCH_INVARIANT_BLOCK, ExpertProduct, block_rows
 from jkv.models.forward import forward, logits
+from jkv.models.layers import DenseProduct
 from jkv.models.params import Params, abstract_params
 from jkv.models.sharding import widened
 
+# Up to so many rows, products are faster with the weights first, or by the kernel.
 _FEW_ROWS = 32
+_KERNEL_ROWS = 64
 
 Platform = Literal["cpu", "tpu", "gpu"]
 
@@ -66,7 +70,8 @@ class ProgramPlan:
     `batch_invariant` leaves out the buckets and block sizes whose rows would round differently: a product of
     one row, and key blocks that differ between prefill and decode. `mesh` has the devices that share the
     model, as many as `pool.tp`; None is one device. With `whole_experts` each has some of a mixture's, else a
-    part of each. `tpu` and `gpu` are what kernels are cut for where the platform is one.
+    part of each. `tpu` and `gpu` are what kernels are cut for where the platform is one; with `cpu_kernels`
+    CPUs have theirs (see jkv.kernels.cpu_library), but for the heads and with the bits that these have.
     """
 
     platform: Platform
@@ -79,6 +84,7 @@ class ProgramPlan:
     batch_invariant: bool
     tpu: TpuChip | None = None
     gpu: GpuChip | None = None
+    cpu_kernels: bool = False
     mesh: DeviceMesh | None = None
     whole_experts: bool = False
 
@@ -86,6 +92,7 @@ class ProgramPlan:
         assert self.pool.tp == tp_of(self.mesh)
         assert (self.tpu is not None) == (self.platform == "tpu")
         assert (self.gpu is not None) == (self.platform == "gpu")
+        assert not self.cpu_kernels or (self.platform == "cpu" and not self.batch_invariant)
         # Refuses what the platform's kernel cannot do before anything is loaded.
         _ = self.attention
 
@@ -130,6 +137,8 @@ class ProgramPlan:
             return AttentionSpec(kernel="mosaic", blocks=self._tpu_blocks(self.tpu), mesh=self.mesh)
         if self.gpu is not None:
             return AttentionSpec(kernel="triton", blocks=self._gpu_blocks(self.gpu), mesh=self.mesh)
+        if self.cpu_kernels and self.config.head_dim % DIM_MULTIPLE == 0:
+            return AttentionSpec(kernel="cpu", blocks=None, mesh=self.mesh)
         blocks = BATCH_INVARIANT_BLOCKS if self.batch_invariant else AttentionBlocks()
         return AttentionSpec(kernel="xla", blocks=blocks, mesh=self.mesh)
 
@@ -165,12 +174,18 @@ class ProgramPlan:
             )
         return BATCH_INVARIANT_BLOCK if self.batch_invariant else block_rows(tokens, experts)
 
-    def weights_first(self, rows: int) -> bool:
-        """How a program multiplies `rows` rows by the weights (see `jkv.models.layers.product`).
+    def dense_product(self, rows: int) -> DenseProduct:
+        """How a program multiplies `rows` rows by the weights. Many are faster as XLA does it."""
+        if self.cpu_products and rows <= _KERNEL_ROWS:
+            return "cpu"
+        if self.platform == "cpu" and not self.batch_invariant and 2 <= rows <= _FEW_ROWS:
+            return "weights_first"
+        return "xla"
 
-        Weights first is faster on CPU, up to a third for the rows of decodes, and slower from 128 rows up.
-        """
-        return self.platform == "cpu" and not self.batch_invariant and 2 <= rows <= _FEW_ROWS
+    @property
+    def cpu_products(self) -> bool:
+        """Whether CPUs' kernel may multiply: it takes whole weights of float32."""
+        return self.cpu_kernels and self.mesh is None and jnp.dtype(self.dtype) == jnp.float32
 
     @property
     def _least_rows(self) -> int:
@@ -263,7 +278,7 @@ def _step_program(plan: ProgramPlan, params: Params, tokens: int) -> Program:
         pages=plan.pool.pages,
         attention=plan.attention,
         unroll_layers=plan.unroll_layers,
-        weights_first=plan.weights_first(tokens),
+        dense_product=plan.dense_product(tokens),
         expert_product=plan.expert_product(tokens),
         whole_experts=plan.whole_experts,
     )
@@ -292,7 +307,7 @@ def _sample_program(plan: ProgramPlan, params: Params, rows: int) -> Program:
     def fn(
         params: Params, hidden: jax.Array, state: SamplerState[jax.Array], packed: jax.Array
     ) -> tuple[Sampled, SamplerState[jax.Array]]:
-        scores = logits(plan.config, params, hidden[:rows], weights_first=plan.weights_first(rows))
+        scores = logits(plan.config, params, hidden[:rows], dense=plan.dense_product(rows))
         # Without the first of the two, XLA gathers the weights and not their products.
         return sample(whole(split(scores, plan.mesh), plan.mesh), state, unpack(packed, layout))
 

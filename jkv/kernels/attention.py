@@ -8,7 +8,7 @@ from typing import Literal
 
 import jax
 
-from jkv.kernels import gpu_attention, tpu_attention, xla_attention
+from jkv.kernels import cpu_attention, gpu_attention, tpu_attention, xla_attention
 from jkv.kernels.batch import StepBatch
 from jkv.kernels.gpu_blocks import GpuBlocks
 from jkv.kernels.kv_pool import KvArrays, write_kv
@@ -16,18 +16,18 @@ from jkv.kernels.mesh import BY_HEAD, WHOLE, DeviceMesh, pool_partition
 from jkv.kernels.tpu_blocks import TpuBlocks
 from jkv.kernels.xla_attention import AttentionBlocks
 
-Kernel = Literal["xla", "mosaic", "triton"]
+Kernel = Literal["xla", "cpu", "mosaic", "triton"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
     """What a compiled step's attention is specialized on beside its arrays' shapes. Over a `mesh` every
     device attends with the heads that it has (see jkv.kernels.mesh). With `interpret` a Pallas kernel runs as
-    an XLA program, on any device.
+    an XLA program, on any device. The kernel of CPUs has blocks of its own.
     """
 
     kernel: Kernel
-    blocks: AttentionBlocks | TpuBlocks | GpuBlocks
+    blocks: AttentionBlocks | TpuBlocks | GpuBlocks | None
     interpret: bool = False
     mesh: DeviceMesh | None = None
 
@@ -105,6 +105,8 @@ def read(
         run = partial(tpu_attention.paged_attention, blocks=spec.blocks, interpret=spec.interpret)
     elif isinstance(spec.blocks, GpuBlocks):
         run = partial(gpu_attention.paged_attention, blocks=spec.blocks, interpret=spec.interpret)
+    elif spec.blocks is None:
+        run = cpu_attention.paged_attention
     else:
         run = partial(xla_attention.paged_attention, blocks=spec.blocks)
     return run(q, pool, layer, pages, batch, window=window, scale=scale, soft_cap=soft_cap)

@@ -16,7 +16,7 @@ from jkv.kernels.batch import StepBatch
 from jkv.kernels.kv_pool import KvArrays
 from jkv.models.config import ModelConfig
 from jkv.models.experts import ExpertProduct, SparseMLP
-from jkv.models.layers import MLP, Linear, RMSNorm
+from jkv.models.layers import MLP, DenseProduct, Linear, RMSNorm
 from jkv.models.rope import inverse_frequencies
 
 
@@ -27,7 +27,7 @@ class StepShape:
     pages: int
     attention: AttentionSpec
     unroll_layers: bool
-    weights_first: bool  # see jkv.models.layers.product
+    dense_product: DenseProduct
     expert_product: ExpertProduct
     whole_experts: bool
 
@@ -76,10 +76,10 @@ class Attention(nnx.Module):
         context: LayerContext,
         shape: StepShape,
     ) -> tuple[jax.Array, KvArrays[jax.Array]]:
-        first = shape.weights_first
-        q = self.q_proj(x, weights_first=first).reshape(-1, self.heads, self.head_dim)
-        k = self.k_proj(x, weights_first=first).reshape(-1, self.kv_heads, self.head_dim)
-        v = self.v_proj(x, weights_first=first).reshape(-1, self.kv_heads, self.head_dim)
+        dense = shape.dense_product
+        q = self.q_proj(x, dense=dense).reshape(-1, self.heads, self.head_dim)
+        k = self.k_proj(x, dense=dense).reshape(-1, self.kv_heads, self.head_dim)
+        v = self.v_proj(x, dense=dense).reshape(-1, self.kv_heads, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         cos, sin = context.cos[kind.rope], context.sin[kind.rope]
@@ -97,7 +97,7 @@ class Attention(nnx.Module):
             soft_cap=self.soft_cap,
             spec=shape.attention,
         )
-        return self.o_proj(out.reshape(x.shape[0], -1), weights_first=first), pool
+        return self.o_proj(out.reshape(x.shape[0], -1), dense=dense), pool
 
 
 class DecoderLayer(nnx.Module):
@@ -133,13 +133,13 @@ class DecoderLayer(nnx.Module):
         return x + self.post_feedforward_layernorm(inner), pool
 
     def _feed_forward(self, x: jax.Array, context: LayerContext, shape: StepShape) -> jax.Array:
-        first = shape.weights_first
+        dense = shape.dense_product
         if isinstance(self.mlp, MLP):
-            return self.mlp(x, weights_first=first)
+            return self.mlp(x, dense=dense)
         return self.mlp(
             x,
             context.tokens,
-            weights_first=first,
+            dense=dense,
             product=shape.expert_product,
             mesh=shape.attention.mesh,
             whole_experts=shape.whole_experts,

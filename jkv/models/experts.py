@@ -22,7 +22,7 @@ from jkv.kernels.gpu_grouped import grouped_product
 from jkv.kernels.gpu_grouped_tiles import GroupedTiles
 from jkv.kernels.mesh import TP, WHOLE, DeviceMesh
 from jkv.models.config import Activation, ExpertsConfig, ModelConfig
-from jkv.models.layers import Linear, activate, product
+from jkv.models.layers import DenseProduct, Linear, activate, product
 from jkv.models.sharding import expert_partition
 
 # How experts multiply their rows: by the loop, so many rows at a time; by the GPU's kernel; or, if None, by
@@ -49,7 +49,7 @@ class SparseMLP(nnx.Module):
         x: jax.Array,
         tokens: jax.Array,
         *,
-        weights_first: bool,
+        dense: DenseProduct,
         product: ExpertProduct,
         mesh: DeviceMesh | None = None,
         whole_experts: bool = False,
@@ -59,7 +59,7 @@ class SparseMLP(nnx.Module):
         Args:
             mesh: devices that have a part of each expert, or `whole_experts`, as many each.
         """
-        weights, chosen = self._route(x, weights_first=weights_first)
+        weights, chosen = self._route(x, dense=dense)
         used = (jnp.arange(x.shape[0]) < tokens)[:, None]
         expert = jnp.where(used, chosen, self.count).reshape(-1)
         # What stands in the padding may be NaN, and its weights with it.
@@ -106,9 +106,9 @@ class SparseMLP(nnx.Module):
             total += by_token[:, i] * weights[:, i : i + 1]
         return total
 
-    def _route(self, x: jax.Array, *, weights_first: bool) -> tuple[jax.Array, jax.Array]:
+    def _route(self, x: jax.Array, *, dense: DenseProduct) -> tuple[jax.Array, jax.Array]:
         """Weights `[T, per_token]` in x's dtype and expert numbers, likeliest first."""
-        scores = product(x, self.gate.weight[...], weights_first=weights_first, dtype=jnp.float32)
+        scores = product(x, self.gate.weight[...], dense=dense, dtype=jnp.float32)
         weights, chosen = lax.top_k(jax.nn.softmax(scores, axis=-1), self.per_token)
         if self.normalized:
             weights = weights / weights.sum(axis=-1, keepdims=True)

@@ -16,7 +16,7 @@ from jkv.kernels.kv_pool import KvArrays
 from jkv.kernels.mesh import whole
 from jkv.models.config import ModelConfig
 from jkv.models.decoder import LayerContext, LayerKind, StepShape, layer_context, layer_kinds
-from jkv.models.layers import product, rms_norm
+from jkv.models.layers import DenseProduct, product, rms_norm
 from jkv.models.params import Params, layer_definition
 
 _Carry = tuple[jax.Array, KvArrays[jax.Array]]
@@ -65,10 +65,10 @@ def forward(
     return rms_norm(x[batch.sample_rows], params.norm, config.rms_norm_eps, offset=config.norm_offset), pool
 
 
-def logits(config: ModelConfig, params: Params, hidden: jax.Array, *, weights_first: bool) -> jax.Array:
-    """`[S, hidden]` to float32 `[S, vocab]`; `weights_first` as in `product`."""
+def logits(config: ModelConfig, params: Params, hidden: jax.Array, *, dense: DenseProduct) -> jax.Array:
+    """`[S, hidden]` to float32 `[S, vocab]`; `dense` as in `product`."""
     head = params.embed if params.head is None else params.head
-    scores = product(hidden, head, weights_first=weights_first, dtype=jnp.float32)
+    scores = product(hidden, head, dense=dense, dtype=jnp.float32)
     cap = config.final_soft_cap
     return scores if cap is None else cap * jnp.tanh(scores / cap)
 

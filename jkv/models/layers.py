@@ -6,13 +6,19 @@ then gives a product's rows the same bits for any number of rows from two up (se
 
 from __future__ import annotations
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 
+from jkv.kernels.cpu_product import few_rows
 from jkv.models.config import Activation, ModelConfig
+
+# How rows are multiplied by a weight: as XLA likes, with the weight as the left operand, or by CPUs' kernel.
+DenseProduct = Literal["xla", "weights_first", "cpu"]
 
 
 class Linear(nnx.Module):
@@ -22,8 +28,8 @@ class Linear(nnx.Module):
         self.weight = nnx.Param(jnp.zeros((outputs, inputs), dtype))
         self.bias = nnx.Param(jnp.zeros((outputs,), dtype)) if bias else None
 
-    def __call__(self, x: jax.Array, *, weights_first: bool) -> jax.Array:
-        y = product(x, self.weight[...], weights_first=weights_first)
+    def __call__(self, x: jax.Array, *, dense: DenseProduct) -> jax.Array:
+        y = product(x, self.weight[...], dense=dense)
         return y if self.bias is None else y + self.bias[...]
 
 
@@ -48,22 +54,24 @@ class MLP(nnx.Module):
         self.down_proj = Linear(inner, size, bias=bias, dtype=dtype)
         self.activation: Activation = config.activation
 
-    def __call__(self, x: jax.Array, *, weights_first: bool) -> jax.Array:
-        gate = self.gate_proj(x, weights_first=weights_first)
-        inner = activate(gate, self.activation) * self.up_proj(x, weights_first=weights_first)
-        return self.down_proj(inner, weights_first=weights_first)
+    def __call__(self, x: jax.Array, *, dense: DenseProduct) -> jax.Array:
+        gate = self.gate_proj(x, dense=dense)
+        inner = activate(gate, self.activation) * self.up_proj(x, dense=dense)
+        return self.down_proj(inner, dense=dense)
 
 
 def product(
-    x: jax.Array, weight: jax.Array, *, weights_first: bool, dtype: DTypeLike | None = None
+    x: jax.Array, weight: jax.Array, *, dense: DenseProduct, dtype: DTypeLike | None = None
 ) -> jax.Array:
     """`[T, in] x [out, in] -> [T, out]`, in x's dtype unless `dtype` is given.
 
     XLA:CPU first copies the right operand of a product into another order, which for few rows costs as much
-    as the product itself. `weights_first` makes that operand `x`; the rows' bits are then not those of other
-    products.
+    as the product itself. "weights_first" makes that operand `x`, "cpu" leaves it to a kernel that copies
+    nothing, in float32; the rows' bits are then not those of other products.
     """
-    if not weights_first:
+    if dense == "cpu":
+        return few_rows(x, weight)
+    if dense == "xla":
         return jnp.einsum("ti,oi->to", x, weight, preferred_element_type=dtype)
     # Without the barrier XLA would turn the transposed product back into the other one.
     return lax.optimization_barrier(jnp.einsum("oi,ti->ot", weight, x, preferred_element_type=dtype)).T

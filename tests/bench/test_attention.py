@@ -6,6 +6,7 @@ import pytest
 
 from jkv.bench.__main__ import main
 from jkv.bench.attention_timing import variants
+from jkv.kernels import cpu_library
 from jkv.kernels.gpu_blocks import GpuBlocks, Tiles
 from jkv.kernels.tpu_blocks import BlockSize, TpuBlocks
 from jkv.kernels.xla_attention import AttentionBlocks
@@ -31,7 +32,13 @@ def test_counts_the_bytes_and_products_of_what_it_times(capsys: pytest.CaptureFi
         assert timing["seconds"] > 0
         assert timing["copy_bytes_per_s"] > 0
         assert not timing["tuned"]
-    assert decode["blocks"] == "decode_keys=128"
+    assert decode["blocks"] == ("" if cpu_library.available() else "decode_keys=128")
+
+
+@pytest.mark.skipif(not cpu_library.available(), reason="no C++ compiler")
+def test_refuses_to_tune_what_is_fixed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["attention", *_SMALL, *_LOAD, "--tune"]) == 2
+    assert "--tune: the kernel of CPUs has fixed block sizes" in capsys.readouterr().err
 
 
 def test_tuning_tries_sizes_that_the_kernels_can_have() -> None:

@@ -115,7 +115,7 @@ def test_the_kernel_for_experts_gives_the_same_where_devices_share_them(whole: b
         )
         definition, _ = layer_definition(config, "float32")
         mlp = nnx.merge(definition, params.layers[0]).mlp
-        run = partial(mlp, weights_first=False, product=tiles, mesh=mesh, whole_experts=whole)
+        run = partial(mlp, dense="xla", product=tiles, mesh=mesh, whole_experts=whole)
         found.append(np.asarray(jax.jit(run)(x, jnp.int32(13))))
     assert not found[0][13:].any()
     np.testing.assert_allclose(found[1], found[0], rtol=0, atol=1e-5)

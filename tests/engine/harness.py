@@ -129,7 +129,7 @@ class Bench:
         (hidden,) = kept
         (head,) = self.runner._head
         params = Params(embed=head, layers=None, norm=None, head=None)
-        return np.asarray(logits(self.runner.plan.config, params, hidden, weights_first=False))[0]
+        return np.asarray(logits(self.runner.plan.config, params, hidden, dense="xla"))[0]
 
     def matched_tokens(self, request: EngineRequest) -> int:
         """Tokens a hit saves when every full page of the prompt is cached."""

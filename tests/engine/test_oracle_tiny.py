@@ -108,7 +108,7 @@ class Model:
             hidden, pool = run(weights(self.params), pool, last_tokens, step.packed)
         assert hidden is not None
         count = min(len(prompt) - (cuts[-1] if cuts else 0), _ROWS)
-        return np.asarray(logits(self.plan.config, self.params, hidden, weights_first=False))[-count:]
+        return np.asarray(logits(self.plan.config, self.params, hidden, dense="xla"))[-count:]
 
 
 @in_both_dialects

@@ -20,19 +20,33 @@ from tests.engine.test_tiers import from_tier
 _CPU = plan_of(SMOLLM2, dtype="float32", pages=16)
 
 
-def test_on_cpu_products_of_a_few_rows_take_the_weights_first() -> None:
+def test_on_cpu_products_of_a_few_rows_take_the_weights_first_or_the_kernel() -> None:
     rows = (*_CPU.token_buckets, *_CPU.sample_buckets)
-    assert {r for r in rows if _CPU.weights_first(r)} == {2, 4, 8, 16, 32}
+    for kernels, few in (
+        (False, {2: "weights_first", 32: "weights_first", 64: "xla"}),
+        (True, {1: "cpu", 64: "cpu"}),
+    ):
+        plan = dataclasses.replace(_CPU, cpu_kernels=kernels)
+        assert {r: plan.dense_product(r) for r in few} == few
+        assert plan.dense_product(max(rows)) == "xla"
+
+
+def test_on_cpu_kernels_take_heads_that_fill_vectors() -> None:
+    plan = dataclasses.replace(_CPU, cpu_kernels=True)
+    assert plan.attention.kernel == "cpu"
+    odd = dataclasses.replace(plan, config=dataclasses.replace(SMOLLM2, head_dim=20))
+    assert odd.attention.kernel == "xla"
+    assert dataclasses.replace(plan, cpu_kernels=False).attention.kernel == "xla"
 
 
 def test_batch_invariant_programs_multiply_every_number_of_rows_alike() -> None:
-    plan = dataclasses.replace(_CPU, batch_invariant=True)
-    assert not any(plan.weights_first(rows) for rows in plan.token_buckets)
+    plan = dataclasses.replace(_CPU, batch_invariant=True, cpu_kernels=False)
+    assert {plan.dense_product(rows) for rows in plan.token_buckets} == {"xla"}
 
 
 def test_other_platforms_choose_the_order_themselves() -> None:
     plan = PLANS["smollm2"]
-    assert not any(plan.weights_first(rows) for rows in plan.token_buckets)
+    assert {plan.dense_product(rows) for rows in plan.token_buckets} == {"xla"}
 
 
 def test_a_plan_is_refused_whose_attention_no_kernel_does() -> None:

@@ -63,7 +63,7 @@ def compiled(
             lambda path, _: values[[str(k.key) for k in path if hasattr(k, "key")][-2]], state
         )
         mlp = nnx.merge(definition, filled)
-        return mlp(x, tokens, weights_first=False, product=product)
+        return mlp(x, tokens, dense="xla", product=product)
 
     options = BATCH_INVARIANT_CPU_OPTIONS if invariant else CPU_OPTIONS
     program = jax.jit(run, compiler_options=options)
