@@ -166,6 +166,14 @@ def expected(shape: Shape, chunk: Chunk) -> np.ndarray:
     return out
 
 
+def assert_close(out: np.ndarray, shape: Shape, chunks: Sequence[Chunk]) -> None:
+    """That the chunks' rows of `out` are those of `expected`."""
+    want = [expected(shape, c) for c in chunks]
+    if want:
+        used = sum(len(c.q) for c in chunks)
+        np.testing.assert_allclose(out[:used], np.concatenate(want), rtol=0, atol=1e-5)
+
+
 def _rounded(shape: Shape, rng: np.random.Generator, tokens: int, heads: int) -> np.ndarray:
     values = rng.normal(size=(tokens, heads, shape.head_dim)).astype(np.float32)
     if shape.kv_dtype == "bfloat16":

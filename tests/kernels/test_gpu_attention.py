@@ -21,7 +21,7 @@ from jkv.kernels.gpu_attention import paged_attention
 from jkv.kernels.gpu_blocks import GpuBlocks, Tiles, power_above
 from jkv.kernels.kv_pool import PoolShape
 from jkv.kernels.xla_attention import AttentionBlocks
-from tests.kernels.ragged import BUCKET, Chunk, Shape, attend, expected, random_chunks, steps
+from tests.kernels.ragged import BUCKET, Chunk, Shape, assert_close, attend, random_chunks, steps
 
 interpreted = partial(paged_attention, interpret=True)
 
@@ -62,10 +62,7 @@ def test_equals_float64_whatever_lies_outside_the_rows_in_use(
     chunks = random_chunks(shape, np.random.default_rng(seed), sequences, shared_pages)
     out = _attend(shape, chunks, decodes, one_path=one_path)
     assert np.isfinite(out).all()
-    want = [expected(shape, c) for c in chunks]
-    if want:
-        used = sum(len(c.q) for c in chunks)
-        np.testing.assert_allclose(out[:used], np.concatenate(want), rtol=0, atol=1e-5)
+    assert_close(out, shape, chunks)
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
@@ -73,8 +70,7 @@ def test_pages_of_every_size(page_size: int) -> None:
     shape = Shape(heads=4, kv_heads=2, head_dim=64, page_size=page_size, kv_dtype="int8")
     chunks = random_chunks(shape, np.random.default_rng(1), [(1000, 1), (257, 1), (300, 33), (30, 29)])
     out = _attend(shape, chunks, 2)
-    want = np.concatenate([expected(shape, c) for c in chunks])
-    np.testing.assert_allclose(out[: len(want)], want, rtol=0, atol=1e-5)
+    assert_close(out, shape, chunks)
 
 
 def test_a_page_may_lie_in_a_sequence_more_than_once() -> None:
@@ -86,8 +82,7 @@ def test_a_page_may_lie_in_a_sequence_more_than_once() -> None:
     again = Chunk(pages=chunk.pages[order], keys=chunk.keys[rows], values=chunk.values[rows], q=chunk.q)
     last = again.split(19, 20)
     out = _attend(shape, [last, again], 1)
-    want = np.concatenate([expected(shape, c) for c in (last, again)])
-    np.testing.assert_allclose(out[:21], want, rtol=0, atol=1e-5)
+    assert_close(out, shape, [last, again])
 
 
 @pytest.mark.parametrize("shape", SHAPES[1:3], ids=str)
