@@ -56,24 +56,6 @@ inline Vec vmax(Vec a, Vec b) { return a > b ? a : b; }
 
 inline Vec vmin(Vec a, Vec b) { return a < b ? a : b; }
 
-// Halves a vector again and again; every compiler knows these shuffles.
-inline float sum(Vec v) {
-#if defined(__AVX512F__)
-  typedef float Half __attribute__((vector_size(32)));
-  Half h = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) +
-           __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
-#elif defined(__AVX__)
-  Vec h = v;
-#endif
-#if defined(__AVX__)
-  typedef float Quarter __attribute__((vector_size(16)));
-  Quarter q = __builtin_shufflevector(h, h, 0, 1, 2, 3) + __builtin_shufflevector(h, h, 4, 5, 6, 7);
-#else
-  Vec q = v;
-#endif
-  return (q[0] + q[2]) + (q[1] + q[3]);
-}
-
 template <int D, int... I>
 inline Vec lower(Vec a, Vec b, std::integer_sequence<int, I...>) {
   return __builtin_shufflevector(a, b, (I & D ? kLanes + I - D : I)...);
@@ -104,9 +86,24 @@ inline Vec sums(const Vec* v) {
   return reduce(v, [](Vec a, Vec b) { return a + b; });
 }
 
-inline Vec maxima(const Vec* v) {
-  return reduce(v, [](Vec a, Vec b) { return vmax(a, b); });
+inline Vec maxima(const Vec* v) { return reduce(v, vmax); }
+
+// What f, as in reduce, makes of all lanes of one vector.
+template <int D = kLanes / 2, typename F>
+inline float across(Vec v, const F& f) {
+  v = f(lower<D>(v, v, kIndices), upper<D>(v, v, kIndices));
+  if constexpr (D == 1) {
+    return v[0];
+  } else {
+    return across<D / 2>(v, f);
+  }
 }
+
+inline float sum(Vec v) {
+  return across(v, [](Vec a, Vec b) { return a + b; });
+}
+
+inline float largest(Vec v) { return across(v, vmax); }
 
 // Rows become columns: blocks beside the diagonal change places, of one lane, then of two ...
 template <int D = 1>
@@ -127,12 +124,6 @@ constexpr IntVec iota(std::integer_sequence<int, I...>) {
   return IntVec{I...};
 }
 constexpr IntVec kIota = iota(std::make_integer_sequence<int, kLanes>());
-
-inline float largest(Vec v) {
-  float m = v[0];
-  for (int i = 1; i < kLanes; ++i) m = v[i] > m ? v[i] : m;
-  return m;
-}
 
 // e^x to about 1e-7, 0 below -87: x = n ln2 + r, a polynomial of r (Cephes' expf), n put into the exponent.
 inline Vec exponential(Vec x) {
