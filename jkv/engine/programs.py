@@ -71,7 +71,7 @@ class ProgramPlan:
     one row, and key blocks that differ between prefill and decode. `mesh` has the devices that share the
     model, as many as `pool.tp`; None is one device. With `whole_experts` each has some of a mixture's, else a
     part of each. `tpu` and `gpu` are what kernels are cut for where the platform is one; with `cpu_kernels`
-    CPUs have theirs (see jkv.kernels.cpu_library), but for the heads and with the bits that these have.
+    CPUs have theirs (see jkv.kernels.cpu_library), which are not batch-invariant.
     """
 
     platform: Platform
