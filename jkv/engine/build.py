@@ -21,7 +21,15 @@ from jkv.cache.l3.format import StoreIdentity
 from jkv.config import GIB, ServeConfig
 from jkv.engine.engine import Engine
 from jkv.engine.loop import EngineLoop, Inbox
-from jkv.engine.planning import compute_dtype, kv_dtype, max_model_len, numerics, plan_for, with_pages
+from jkv.engine.planning import (
+    compute_dtype,
+    has_panels,
+    kv_dtype,
+    max_model_len,
+    numerics,
+    plan_for,
+    with_pages,
+)
 from jkv.engine.processes import (
     RESET,
     STOP,
@@ -43,7 +51,7 @@ from jkv.engine.tiers import build_lower
 from jkv.errors import ConfigError
 from jkv.kernels.xla_attention import BATCH_INVARIANT_CPU_OPTIONS, CPU_OPTIONS
 from jkv.models.params import Params, load_params
-from jkv.models.resolve import Checkpoint, cached_orbax, open_checkpoint, resolve_model
+from jkv.models.resolve import Checkpoint, ModelFiles, cached_orbax, open_checkpoint, resolve_model
 from jkv.paths import cache_dir
 from jkv.text.chat import ChatTemplate
 from jkv.text.tokenizer import Tokenizer
@@ -72,7 +80,7 @@ def build_engine(config: ServeConfig, progress: Progress) -> BuiltEngine:
     """
     use_compilation_cache()
     join(config)
-    files = cached_orbax(resolve_model(config.model))
+    files = _files(config)
     checkpoint = open_checkpoint(files)
     tokenizer = Tokenizer.load(files.tokenizer) if files.tokenizer is not None else None
     name = config.served_model_name or files.name
@@ -135,9 +143,7 @@ def follow(config: ServeConfig, progress: Progress) -> None:
     """
     use_compilation_cache()
     join(config)
-    plan, params, compiled = _load(
-        config, open_checkpoint(cached_orbax(resolve_model(config.model))), progress
-    )
+    plan, params, compiled = _load(config, open_checkpoint(_files(config)), progress)
     follower, inputs = Follower.of(config), {p.name: host_inputs(p) for p in programs(plan)}
     runner = Runner(plan, params, compiled, config.seed)
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -152,11 +158,16 @@ def follow(config: ServeConfig, progress: Progress) -> None:
             runner.replay(name, unpack(data, inputs[name]))
 
 
+def _files(config: ServeConfig) -> ModelFiles:
+    """The model in the form that is loaded."""
+    return cached_orbax(resolve_model(config.model), codes=has_panels(config, _platform()))
+
+
 def _load(
     config: ServeConfig, checkpoint: Checkpoint, progress: Progress
 ) -> tuple[ProgramPlan, Params, Mapping[str, Callable[..., Any]]]:
     """A model's weights and programs, and the plan that they are for."""
-    plan = plan_for(config, checkpoint.config, _platform(), shared_devices(config))
+    plan = plan_for(config, checkpoint.config, _platform(), shared_devices(config), checkpoint.source)
     started = time.monotonic()
     params = load_params(
         checkpoint.config,
@@ -166,6 +177,7 @@ def _load(
         workers=config.load_workers,
         mesh=plan.mesh,
         whole_experts=plan.whole_experts,
+        panels=plan.panels,
         progress=lambda done: progress(f"loading weights {done:.0%}"),
     )
     progress(f"loaded weights in {time.monotonic() - started:.1f} s")

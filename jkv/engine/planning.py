@@ -18,14 +18,20 @@ from jkv.kernels.gpu_blocks import GpuChip
 from jkv.kernels.kv_pool import PoolShape, stored_dtype
 from jkv.kernels.tpu_blocks import TpuChip
 from jkv.models.config import ModelConfig
+from jkv.models.params import panel_encodings
 from jkv.models.sharding import check_experts, check_tp, device_mesh
+from jkv.models.source import TensorSource
 
 
 def plan_for(
-    config: ServeConfig, model: ModelConfig, platform: Platform, devices: Sequence[Any] = ()
+    config: ServeConfig,
+    model: ModelConfig,
+    platform: Platform,
+    devices: Sequence[Any] = (),
+    source: TensorSource | None = None,
 ) -> ProgramPlan:
     """The plan with one page of L1, whose size it helps to decide; see `with_pages`. The first `--tp` of
-    `devices` share the model; on CPU one need not be given.
+    `devices` share the model; on CPU one need not be given. Without a `source` its weights are float32's.
 
     Raises:
         ConfigError: a flag that does not fit the model or the device, or fewer devices than `--tp`.
@@ -53,15 +59,26 @@ def plan_for(
         batch_invariant=config.batch_invariant,
         tpu=TpuChip.of(devices[0]) if platform == "tpu" else None,
         gpu=GpuChip.of(devices[0]) if platform == "gpu" else None,
-        cpu_kernels=platform == "cpu" and not config.batch_invariant and cpu_library.available(),
+        cpu_kernels=_cpu_kernels(config, platform),
+        panels=panel_encodings(model, source) if has_panels(config, platform) else None,
         mesh=device_mesh(config.tp, devices),
         whole_experts=config.ep,
     )
 
 
+def has_panels(config: ServeConfig, platform: Platform) -> bool:
+    """Whether weights are multiplied in panels: CPUs' kernel takes whole ones, of float32's values."""
+    whole = config.tp == 1 and compute_dtype(config, platform) == "float32"
+    return whole and _cpu_kernels(config, platform)
+
+
 def with_pages(plan: ProgramPlan, pages: int) -> ProgramPlan:
     """The plan with as many pages of L1."""
     return dataclasses.replace(plan, pool=dataclasses.replace(plan.pool, pages=pages))
+
+
+def _cpu_kernels(config: ServeConfig, platform: Platform) -> bool:
+    return platform == "cpu" and not config.batch_invariant and cpu_library.available()
 
 
 def compute_dtype(config: ServeConfig, platform: Platform) -> str:

@@ -32,12 +32,12 @@ from jkv.models.decoder import StepShape
 from jkv.models.experts import BATCH_INVARIANT_BLOCK, ExpertProduct, block_rows
 from jkv.models.forward import forward, logits
 from jkv.models.layers import DenseProduct
+from jkv.models.panels import Encodings
 from jkv.models.params import Params, abstract_params
 from jkv.models.sharding import widened
 
-# Up to so many rows, products are faster with the weights first, or by the kernel.
+# Up to so many rows, XLA's products are faster with the weights first.
 _FEW_ROWS = 32
-_KERNEL_ROWS = 64
 
 Platform = Literal["cpu", "tpu", "gpu"]
 
@@ -71,7 +71,8 @@ class ProgramPlan:
     one row, and key blocks that differ between prefill and decode. `mesh` has the devices that share the
     model, as many as `pool.tp`; None is one device. With `whole_experts` each has some of a mixture's, else a
     part of each. `tpu` and `gpu` are what kernels are cut for where the platform is one; with `cpu_kernels`
-    CPUs have theirs (see jkv.kernels.cpu_library), which are not batch-invariant.
+    CPUs have theirs (see jkv.kernels.cpu_library), which are not batch-invariant, and multiply by the weights
+    in `panels`.
     """
 
     platform: Platform
@@ -85,6 +86,7 @@ class ProgramPlan:
     tpu: TpuChip | None = None
     gpu: GpuChip | None = None
     cpu_kernels: bool = False
+    panels: Encodings | None = None
     mesh: DeviceMesh | None = None
     whole_experts: bool = False
 
@@ -93,6 +95,7 @@ class ProgramPlan:
         assert (self.tpu is not None) == (self.platform == "tpu")
         assert (self.gpu is not None) == (self.platform == "gpu")
         assert not self.cpu_kernels or (self.platform == "cpu" and not self.batch_invariant)
+        assert not self.panels or (self.platform == "cpu" and self.mesh is None)
         # Refuses what the platform's kernel cannot do before anything is loaded.
         _ = self.attention
 
@@ -175,17 +178,10 @@ class ProgramPlan:
         return BATCH_INVARIANT_BLOCK if self.batch_invariant else block_rows(tokens, experts)
 
     def dense_product(self, rows: int) -> DenseProduct:
-        """How a program multiplies `rows` rows by the weights. Many are faster as XLA does it."""
-        if self.cpu_products and rows <= _KERNEL_ROWS:
-            return "cpu"
+        """How a program multiplies `rows` rows by weights that are not in panels."""
         if self.platform == "cpu" and not self.batch_invariant and 2 <= rows <= _FEW_ROWS:
             return "weights_first"
         return "xla"
-
-    @property
-    def cpu_products(self) -> bool:
-        """Whether CPUs' kernel may multiply: it takes whole weights of float32."""
-        return self.cpu_kernels and self.mesh is None and jnp.dtype(self.dtype) == jnp.float32
 
     @property
     def _least_rows(self) -> int:
@@ -230,6 +226,7 @@ def programs(plan: ProgramPlan) -> Iterator[Program]:
         stacked=not plan.unroll_layers,
         mesh=plan.mesh,
         whole_experts=plan.whole_experts,
+        panels=plan.panels,
     )
     yield _admit_program(plan)
     for count in plan.page_buckets:

@@ -108,7 +108,7 @@ class SparseMLP(nnx.Module):
 
     def _route(self, x: jax.Array, *, dense: DenseProduct) -> tuple[jax.Array, jax.Array]:
         """Weights `[T, per_token]` in x's dtype and expert numbers, likeliest first."""
-        scores = product(x, self.gate.weight[...], dense=dense, dtype=jnp.float32)
+        scores = product(x, self.gate.weight.get_value(), dense=dense, dtype=jnp.float32)
         weights, chosen = lax.top_k(jax.nn.softmax(scores, axis=-1), self.per_token)
         if self.normalized:
             weights = weights / weights.sum(axis=-1, keepdims=True)

@@ -12,6 +12,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jkv.kernels.batch import StepBatch
+from jkv.kernels.cpu_product import PanelWeight
 from jkv.kernels.kv_pool import KvArrays
 from jkv.kernels.mesh import whole
 from jkv.models.config import ModelConfig
@@ -44,7 +45,7 @@ def forward(
     """
     definition, _ = layer_definition(config, dtype)
     ids = jnp.where(batch.token_ids < 0, last_tokens[-1 - batch.token_ids], batch.token_ids)
-    x = whole(params.embed[ids].astype(dtype), shape.attention.mesh)
+    x = whole(_embedded(params.embed, ids).astype(dtype), shape.attention.mesh)
     if config.scale_embeddings:
         x = x * jnp.asarray(config.hidden_size**0.5, dtype)  # the factor rounded first, as transformers does
     context, kinds = layer_context(config, batch), layer_kinds(config)
@@ -71,6 +72,10 @@ def logits(config: ModelConfig, params: Params, hidden: jax.Array, *, dense: Den
     scores = product(hidden, head, dense=dense, dtype=jnp.float32)
     cap = config.final_soft_cap
     return scores if cap is None else cap * jnp.tanh(scores / cap)
+
+
+def _embedded(embed: jax.Array | PanelWeight, ids: jax.Array) -> jax.Array:
+    return embed.rows(ids) if isinstance(embed, PanelWeight) else embed[ids]
 
 
 def _layer(

@@ -13,8 +13,10 @@ from gguf.quants import dequantize
 from jkv.errors import ConfigError, UnsupportedModelError
 from jkv.models.config import ModelConfig
 from jkv.models.fingerprint import StoredTensor, fingerprint
+from jkv.models.gguf_codes import ENCODINGS, code_rows
 from jkv.models.gguf_file import GgufFile, GgufTensor
 
+_PLAIN = (GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16)
 ROPE_FREQS = "rope_freqs.weight"  # part of the config, not a weight
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -63,13 +65,16 @@ class GgufSource:
         return self._tensor(name).type.name
 
     def read(self, name: str) -> np.ndarray:
-        tensor = self._tensor(name)
-        values = _dequantized(tensor, self._file)
-        if self._permuted and ".self_attn.q_proj." in name:
-            return unpermute_rows(values, self._config.num_heads)
-        if self._permuted and ".self_attn.k_proj." in name:
-            return unpermute_rows(values, self._config.num_kv_heads)
+        values = self._in_order(name, _dequantized(self._tensor(name), self._file))
         return values - 1 if self._config.norm_offset and name.endswith("norm.weight") else values
+
+    def read_codes(self, name: str) -> np.ndarray:
+        """The quantized weight as `code_rows` has it."""
+        return self._in_order(name, code_rows(self._tensor(name)))
+
+    def dequantizes(self) -> bool:
+        """Whether there are tensors of which neither values nor codes can be had as they are stored."""
+        return any(t.type not in ENCODINGS and t.type not in _PLAIN for t in self._tensors.values())
 
     def fingerprint(self) -> bytes:
         return self._fingerprint
@@ -80,6 +85,13 @@ class GgufSource:
             StoredTensor(name=t.name, shape=t.shape, dtype=t.type.name, data=t.data)
             for t in self._file.tensors.values()
         )
+
+    def _in_order(self, name: str, rows: np.ndarray) -> np.ndarray:
+        if self._permuted and ".self_attn.q_proj." in name:
+            return unpermute_rows(rows, self._config.num_heads)
+        if self._permuted and ".self_attn.k_proj." in name:
+            return unpermute_rows(rows, self._config.num_kv_heads)
+        return rows
 
     def _tensor(self, name: str) -> GgufTensor:
         try:

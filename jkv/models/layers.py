@@ -14,22 +14,22 @@ from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 
-from jkv.kernels.cpu_product import few_rows
+from jkv.kernels.cpu_product import PanelWeight, panel_product
 from jkv.models.config import Activation, ModelConfig
 
-# How rows are multiplied by a weight: as XLA likes, with the weight as the left operand, or by CPUs' kernel.
-DenseProduct = Literal["xla", "weights_first", "cpu"]
+# How rows are multiplied by a weight that is not in panels: as XLA likes, or with the weight on the left.
+DenseProduct = Literal["xla", "weights_first"]
 
 
 class Linear(nnx.Module):
-    """`[T, in] -> [T, out]` with a weight of `[out, in]`."""
+    """`[T, in] -> [T, out]` with a weight of `[out, in]`, which a state may have in panels."""
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool, dtype: DTypeLike) -> None:
         self.weight = nnx.Param(jnp.zeros((outputs, inputs), dtype))
         self.bias = nnx.Param(jnp.zeros((outputs,), dtype)) if bias else None
 
     def __call__(self, x: jax.Array, *, dense: DenseProduct) -> jax.Array:
-        y = product(x, self.weight[...], dense=dense)
+        y = product(x, self.weight.get_value(), dense=dense)
         return y if self.bias is None else y + self.bias[...]
 
 
@@ -61,16 +61,16 @@ class MLP(nnx.Module):
 
 
 def product(
-    x: jax.Array, weight: jax.Array, *, dense: DenseProduct, dtype: DTypeLike | None = None
+    x: jax.Array, weight: jax.Array | PanelWeight, *, dense: DenseProduct, dtype: DTypeLike | None = None
 ) -> jax.Array:
-    """`[T, in] x [out, in] -> [T, out]`, in x's dtype unless `dtype` is given.
+    """`[T, in] x [out, in] -> [T, out]`, in x's dtype unless `dtype` is given, with panels in float32.
 
     XLA:CPU first copies the right operand of a product into another order, which for few rows costs as much
-    as the product itself. "weights_first" makes that operand `x`, "cpu" leaves it to a kernel that copies
-    nothing, in float32; the rows' bits are then not those of other products.
+    as the product itself. "weights_first" makes that operand `x`; the rows' bits are then not those of other
+    products.
     """
-    if dense == "cpu":
-        return few_rows(x, weight)
+    if isinstance(weight, PanelWeight):
+        return panel_product(x, weight)
     if dense == "xla":
         return jnp.einsum("ti,oi->to", x, weight, preferred_element_type=dtype)
     # Without the barrier XLA would turn the transposed product back into the other one.

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Container
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,9 +16,11 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jkv.errors import UnsupportedModelError
+from jkv.kernels.cpu_product import Encoding, PanelWeight
 from jkv.kernels.mesh import DeviceMesh, shardings, tp_of
 from jkv.models.config import ModelConfig
 from jkv.models.decoder import DecoderLayer
+from jkv.models.panels import Encodings, read_panels, stored_encoding
 from jkv.models.sharding import place, tensor_sharding, widened, widened_tensor
 from jkv.models.source import TensorSource
 
@@ -30,7 +33,7 @@ _DERIVED = ("rotary_emb.inv_freq",)
 @dataclass(frozen=True, kw_only=True)
 class Params:
     """All weights. `layers` is a list of layer states, or one state whose leaves are stacked over layers for
-    scan.
+    scan. Weights of products may be PanelWeights, on CPU.
     """
 
     embed: Any  # [vocab, hidden]
@@ -56,25 +59,39 @@ def abstract_params(
     stacked: bool,
     mesh: DeviceMesh | None = None,
     whole_experts: bool = False,
+    panels: Encodings | None = None,
 ) -> Params:
-    """Shapes, dtypes and, with a mesh, shardings of every parameter (see `jkv.models.sharding`)."""
+    """Shapes, dtypes and, with a mesh, shardings of every parameter (see `jkv.models.sharding`); `panels` are
+    for layers that are not stacked, on one device.
+    """
+    panels = panels or {}
+    assert not panels or not (stacked or mesh)
     config = widened(config, tp_of(mesh))
     _, layer = layer_definition(config, dtype)
 
-    def struct(name: str, *shape: int) -> jax.ShapeDtypeStruct:
+    def struct(name: str, *shape: int) -> jax.ShapeDtypeStruct | PanelWeight:
+        if name in panels:
+            return PanelWeight.abstract(shape, panels[name])
         return jax.ShapeDtypeStruct(shape, dtype, sharding=tensor_sharding(name, shape, mesh))
 
-    def layer_struct(path: tuple[Any, ...], x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        name = _tensor_name(0, path)
+    def layer_struct(
+        i: int, path: tuple[Any, ...], x: jax.ShapeDtypeStruct
+    ) -> jax.ShapeDtypeStruct | PanelWeight:
+        name = _tensor_name(i, path)
+        if name in panels:
+            return struct(name, *x.shape)
         sharding = tensor_sharding(name, x.shape, mesh, stacked=stacked, whole_experts=whole_experts)
         shape = (config.num_layers, *x.shape) if stacked else x.shape
         return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
 
-    placed = jax.tree.map_with_path(layer_struct, layer)
+    layers = [
+        jax.tree.map_with_path(partial(layer_struct, i), layer)
+        for i in range(1 if stacked else config.num_layers)
+    ]
     vocab = (config.vocab_size, config.hidden_size)
     return Params(
         embed=struct(_EMBED, *vocab),
-        layers=placed if stacked else [placed] * config.num_layers,
+        layers=layers[0] if stacked else layers,
         norm=struct(_NORM, config.hidden_size),
         head=None if config.tie_embeddings else struct(_HEAD, *vocab),
     )
@@ -89,10 +106,11 @@ def load_params(
     workers: int,
     mesh: DeviceMesh | None = None,
     whole_experts: bool = False,
+    panels: Encodings | None = None,
     progress: Callable[[float], None] = lambda done: None,
 ) -> Params:
     """Reads a checkpoint into device arrays, several tensors at once; with a mesh, each device only gets its
-    part of them.
+    part of them. `panels` as in `abstract_params`.
 
     Raises:
         UnsupportedModelError: a tensor is missing, has the wrong shape, or is not one this model has.
@@ -100,23 +118,33 @@ def load_params(
     names = _parameter_shapes(config, dtype)
     _refuse_unknown(tensor_names(config, dtype), source, config)
     held = frozenset(source.names())
+    panels = panels or {}
     done, lock = 0, threading.Lock()
 
     def read_tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
-        array = np.asarray(_checked(name, shape, source, held), dtype=jnp.dtype(dtype))
+        _check(name, shape, source, held)
+        array = np.asarray(source.read(name), dtype=jnp.dtype(dtype))
         return widened_tensor(name, array, config, tp_of(mesh))
 
-    def read(name: str) -> np.ndarray:
-        nonlocal done
+    def read_whole(name: str) -> np.ndarray | PanelWeight:
+        if name in panels:
+            _check(name, names[name], source, held)
+            return read_panels(source, name, panels[name])
         parts = [read_tensor(*part) for part in _tensors(name, names[name]).items()]
-        array = np.stack([part.T for part in parts]) if _of_experts(name) else parts[0]
+        return np.stack([part.T for part in parts]) if _of_experts(name) else parts[0]
+
+    def read(name: str) -> np.ndarray | PanelWeight:
+        nonlocal done
+        value = read_whole(name)
         with lock:  # the share never goes back
             done += 1
             progress(done / len(names))
-        return array
+        return value
 
-    def read_placed(name: str) -> jax.Array:
+    def read_placed(name: str) -> jax.Array | PanelWeight:
         array = read(name)
+        if isinstance(array, PanelWeight):
+            return jax.device_put(array)
         return place(array, tensor_sharding(name, array.shape, mesh, whole_experts=whole_experts))
 
     # Stacked leaves are assembled on the host first: the device never holds a layer twice.
@@ -139,6 +167,25 @@ def load_params(
     abstract = abstract_params(config, dtype, stacked=stacked, mesh=mesh, whole_experts=whole_experts)
     places = shardings(abstract)
     return jax.block_until_ready(jax.tree.map(place, params, places) if stacked else params)
+
+
+def panel_encodings(config: ModelConfig, source: TensorSource | None) -> Encodings:
+    """How each weight of a product lies in panels: as the checkpoint has it, or without one in float32. Not
+    those of experts, which have their own products, nor an embedding that is no head.
+    """
+
+    held = frozenset() if source is None else frozenset(source.names())
+
+    def encoding(name: str, inputs: int) -> Encoding:
+        if source is None or name not in held:
+            return "float32"
+        return stored_encoding(source, name, inputs)
+
+    return {
+        name: encoding(name, shape[1])
+        for name, shape in _parameter_shapes(config, jnp.float32).items()
+        if len(shape) == 2 and (name != _EMBED or config.tie_embeddings)
+    }
 
 
 def tensor_names(config: ModelConfig, dtype: DTypeLike) -> dict[str, tuple[int, ...]]:
@@ -179,14 +226,13 @@ def _tensors(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
     return {f"{module}.experts.{i}.{projection}": shape[:0:-1] for i in range(shape[0])}
 
 
-def _checked(name: str, shape: tuple[int, ...], source: TensorSource, held: Container[str]) -> np.ndarray:
+def _check(name: str, shape: tuple[int, ...], source: TensorSource, held: Container[str]) -> None:
     if name not in held:
         raise UnsupportedModelError(f"tensor {name} of shape {list(shape)} is missing from the checkpoint")
     if source.shape(name) != shape:
         raise UnsupportedModelError(
             f"tensor {name} has shape {list(source.shape(name))}; its config says {list(shape)}"
         )
-    return source.read(name)
 
 
 def _refuse_unknown(names: dict[str, tuple[int, ...]], source: TensorSource, config: ModelConfig) -> None:

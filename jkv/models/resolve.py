@@ -134,8 +134,9 @@ def _read_config(files: ModelFiles) -> ModelConfig:
     return from_hf(_json(files.path / "config.json"), _json(generation) if generation.is_file() else None)
 
 
-def cached_orbax(files: ModelFiles, *, progress: bool = True) -> ModelFiles:
-    """The Orbax copy of a GGUF in the cache, converted on the first call; other kinds are returned.
+def cached_orbax(files: ModelFiles, *, codes: bool = False, progress: bool = True) -> ModelFiles:
+    """The Orbax copy of a GGUF in the cache, converted on the first call; other kinds are returned, and with
+    `codes`, which are then read instead of values, a GGUF that has them of all quantized tensors.
 
     The copy is keyed by the GGUF's fingerprint and the format's version; the tokenizer stays the GGUF's.
     Where it cannot be made, a warning says why and the GGUF itself is returned.
@@ -143,6 +144,8 @@ def cached_orbax(files: ModelFiles, *, progress: bool = True) -> ModelFiles:
     if files.kind != "gguf":
         return files
     checkpoint = open_checkpoint(files)
+    if codes and isinstance(checkpoint.source, GgufSource) and not checkpoint.source.dequantizes():
+        return files
     directory = cache_dir() / "orbax"
     path = directory / f"{checkpoint.source.fingerprint().hex()}-v{orbax_metadata.FORMAT}"
     try:

@@ -29,7 +29,7 @@ from jkv.models.config import ModelConfig
 from jkv.models.forward import logits
 from jkv.models.hf_config import from_hf
 from jkv.models.hf_names import with_parameter_names
-from jkv.models.params import Params, tensor_names
+from jkv.models.params import abstract_params, tensor_names
 from jkv.models.resolve import Checkpoint
 from jkv.models.safetensors_source import SafetensorsSource
 from tests.models.golden import TINY, config_json
@@ -127,9 +127,10 @@ class Bench:
         self.one(dataclasses.replace(request, sampling=SamplingParams(max_tokens=1)))
         self.runner._sample = sample
         (hidden,) = kept
-        (head,) = self.runner._head
-        params = Params(embed=head, layers=None, norm=None, head=None)
-        return np.asarray(logits(self.runner.plan.config, params, hidden, dense="xla"))[0]
+        plan = self.runner.plan
+        abstract = abstract_params(plan.config, plan.dtype, stacked=False, panels=plan.panels).head_only()
+        params = jax.tree.structure(abstract).unflatten(self.runner._head)
+        return np.asarray(logits(plan.config, params, hidden, dense="xla"))[0]
 
     def matched_tokens(self, request: EngineRequest) -> int:
         """Tokens a hit saves when every full page of the prompt is cached."""

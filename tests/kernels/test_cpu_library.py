@@ -17,7 +17,7 @@ from jkv.config import ServeConfig
 from jkv.engine.planning import plan_for
 from tests.engine.plans import SMOLLM2
 plan = plan_for(ServeConfig(), SMOLLM2, "cpu")
-print(plan.attention.kernel, plan.dense_product(8), plan.dense_product(512))
+print(plan.attention.kernel, "panels" if plan.panels else plan.dense_product(8))
 """
 
 
@@ -42,8 +42,8 @@ def _script(path: Path, text: str) -> str:
 def test_the_library_is_compiled_once(tmp_path: Path) -> None:
     real = shutil.which("c++")
     counting = _script(tmp_path / "counting", f'echo "$*" >> {tmp_path}/calls\nexec {real} "$@"')
-    assert _plan(tmp_path / "home", counting)[0] == "cpu cpu xla"
-    assert _plan(tmp_path / "home", counting)[0] == "cpu cpu xla"
+    assert _plan(tmp_path / "home", counting)[0] == "cpu panels"
+    assert _plan(tmp_path / "home", counting)[0] == "cpu panels"
     calls = (tmp_path / "calls").read_text().splitlines()
     assert sum("-shared" in call for call in calls) == 1
     assert [p.suffix for p in (tmp_path / "home/cpu").iterdir() if p.name != ".lock"] == [".so"]
@@ -51,7 +51,7 @@ def test_the_library_is_compiled_once(tmp_path: Path) -> None:
 
 def test_without_a_compiler_xla_s_code_runs_and_the_log_says_so(tmp_path: Path) -> None:
     choice, said = _plan(tmp_path, "/nowhere/c++")
-    assert choice == "xla weights_first xla"
+    assert choice == "xla weights_first"
     assert "CPU kernels cannot be had" in said
     assert "/nowhere/c++" in said
 
@@ -61,7 +61,7 @@ def test_what_a_compiler_complains_of_is_shown(tmp_path: Path) -> None:
         tmp_path / "failing", 'case "$*" in --version) ;; *) echo "no such flag" >&2; exit 3;; esac'
     )
     choice, said = _plan(tmp_path / "home", failing)
-    assert choice == "xla weights_first xla"
+    assert choice == "xla weights_first"
     assert "status 3: no such flag" in said
     assert not [p for p in (tmp_path / "home/cpu").iterdir() if p.name != ".lock"]
 
@@ -69,5 +69,5 @@ def test_what_a_compiler_complains_of_is_shown(tmp_path: Path) -> None:
 def test_a_cache_that_cannot_be_written_is_no_reason_to_stop(tmp_path: Path) -> None:
     (tmp_path / "home").touch()
     choice, said = _plan(tmp_path / "home")
-    assert choice == "xla weights_first xla"
+    assert choice == "xla weights_first"
     assert "CPU kernels cannot be had" in said

@@ -7,7 +7,7 @@ from pathlib import Path
 import huggingface_hub
 import numpy as np
 import pytest
-from gguf import TokenType
+from gguf import GGMLQuantizationType, TokenType
 from tokenizers.pre_tokenizers import ByteLevel
 
 from jkv.errors import ConfigError, UnsupportedModelError
@@ -147,6 +147,19 @@ def test_a_conversion_that_fails_falls_back_to_the_gguf(
     home.write_text("a file where the cache should be")
     assert cached_orbax(tiny_gguf) == tiny_gguf
     assert "tiny.gguf has no converted copy" in caplog.text
+
+
+@pytest.mark.parametrize(("kind", "copied"), [("Q4_1", False), ("Q5_0", True)])
+def test_where_codes_are_taken_only_other_types_are_converted(
+    tmp_path: Path, kind: str, copied: bool
+) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(
+        path, "llama", from_hf(config_json("llama3")), weights("llama3"), quantized=GGMLQuantizationType[kind]
+    )
+    files = resolve_model(str(path))
+    assert (cached_orbax(files, codes=True, progress=False).kind == "orbax") == copied
+    assert cached_orbax(files, progress=False).kind == "orbax"
 
 
 def test_other_kinds_are_not_converted() -> None:

@@ -48,7 +48,7 @@ inline void keep(Vec& v) {
 #endif
 }
 
-inline Vec broadcast(float x) { return Vec{} + x; }
+inline Vec broadcast(float x) { return x - Vec{}; }  // adding would make -0 into 0, and cost an addition
 
 inline Vec select(IntVec mask, Vec yes, Vec no) { return mask ? yes : no; }
 
