@@ -119,7 +119,8 @@ def with_layers(config: ModelConfig, layers: int) -> ModelConfig:
 
 def over(plan: ProgramPlan, mesh: Mesh | AbstractMesh) -> ProgramPlan:
     """The same plan for devices that share the model."""
-    return dataclasses.replace(plan, mesh=mesh, pool=dataclasses.replace(plan.pool, tp=mesh.size))
+    pool = dataclasses.replace(plan.pool, tp=mesh.size)
+    return dataclasses.replace(plan, mesh=mesh, pool=pool, panels=None)
 
 
 # Of plans for a v5e and for an H100; the others are for a v6e.
