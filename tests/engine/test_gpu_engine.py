@@ -47,6 +47,7 @@ def model(request: pytest.FixtureRequest) -> str:
 def bench(model: str) -> Iterator[Bench]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("jkv.engine.planning.ProgramPlan", _Interpreted)
+        patch.setattr("jkv.engine.planning.has_panels", lambda *_: False)
         bench = build(tiny_checkpoint(model), page_size=16, l1_tokens=1024, max_batched_tokens=_BUCKET)
     yield bench
     bench.stop()

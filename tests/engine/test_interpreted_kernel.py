@@ -24,6 +24,7 @@ def bench() -> Iterator[Bench]:
     with pytest.MonkeyPatch.context() as patch:
         spec = AttentionSpec(kernel="mosaic", blocks=_BLOCKS, interpret=True)
         patch.setattr(ProgramPlan, "attention", property(lambda plan: spec))
+        patch.setattr("jkv.engine.planning.has_panels", lambda *_: False)
         # Two programs, and one kernel in each for all layers: interpreted ones take long to compile.
         patch.setattr(ProgramPlan, "token_buckets", property(lambda plan: (1, plan.max_batched_tokens)))
         patch.setattr(ProgramPlan, "unroll_layers", property(lambda plan: False))
