@@ -173,7 +173,6 @@ def panel_encodings(config: ModelConfig, source: TensorSource | None) -> Encodin
     """How each weight of a product lies in panels: as the checkpoint has it, or without one in float32. Not
     those of experts, which have their own products, nor an embedding that is no head.
     """
-
     held = frozenset() if source is None else frozenset(source.names())
 
     def encoding(name: str, inputs: int) -> Encoding:
