@@ -161,6 +161,18 @@ class Tiered:
         wait_for(look, "all of the prompt comes from the disk again", WAIT_S)
         assert self.l3.breaker == "closed"
 
+    def is_in_service_again(self, new_prompt: Callable[[int], Sequence[int]]) -> None:
+        """Both breakers close: a write has to tell that the disk takes pages, a read that it gives them."""
+
+        def look() -> bool:
+            prompt = new_prompt(1)
+            self.ask(prompt)
+            self.leave_to_disk()
+            self.ask(prompt)
+            return self.l3.breaker == "closed"
+
+        wait_for(look, "the disk is written to and read again", WAIT_S)
+
     def is_idle_and_empty(self) -> None:
         """Nothing is in use, held or waiting to be written once nobody asks for anything."""
         self.drain()

@@ -151,5 +151,6 @@ def test_everything_at_once(subject: Tiered, new_prompt: NewPrompt, rounds: int)
             subject.leave_to_disk()
     assert subject.l3.hits > before
     assert {"read_io", "read_size"} & subject.errors().keys()
+    subject.is_in_service_again(new_prompt)
     for prompt, answer in zip(prompts, expected, strict=True):
         subject.serves_from_disk(prompt, answer)
