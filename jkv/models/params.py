@@ -69,20 +69,19 @@ def abstract_params(
     config = widened(config, tp_of(mesh))
     _, layer = layer_definition(config, dtype)
 
-    def struct(name: str, *shape: int) -> jax.ShapeDtypeStruct | PanelWeight:
+    def struct(
+        name: str, shape: tuple[int, ...], *, stacked: bool = False
+    ) -> jax.ShapeDtypeStruct | PanelWeight:
         if name in panels:
             return PanelWeight.abstract(shape, panels[name])
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=tensor_sharding(name, shape, mesh))
+        sharding = tensor_sharding(name, shape, mesh, stacked=stacked, whole_experts=whole_experts)
+        whole = (config.num_layers, *shape) if stacked else shape
+        return jax.ShapeDtypeStruct(whole, dtype, sharding=sharding)
 
     def layer_struct(
         i: int, path: tuple[Any, ...], x: jax.ShapeDtypeStruct
     ) -> jax.ShapeDtypeStruct | PanelWeight:
-        name = _tensor_name(i, path)
-        if name in panels:
-            return struct(name, *x.shape)
-        sharding = tensor_sharding(name, x.shape, mesh, stacked=stacked, whole_experts=whole_experts)
-        shape = (config.num_layers, *x.shape) if stacked else x.shape
-        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
+        return struct(_tensor_name(i, path), x.shape, stacked=stacked)
 
     layers = [
         jax.tree.map_with_path(partial(layer_struct, i), layer)
@@ -90,10 +89,10 @@ def abstract_params(
     ]
     vocab = (config.vocab_size, config.hidden_size)
     return Params(
-        embed=struct(_EMBED, *vocab),
+        embed=struct(_EMBED, vocab),
         layers=layers[0] if stacked else layers,
-        norm=struct(_NORM, config.hidden_size),
-        head=None if config.tie_embeddings else struct(_HEAD, *vocab),
+        norm=struct(_NORM, (config.hidden_size,)),
+        head=None if config.tie_embeddings else struct(_HEAD, vocab),
     )
 
 

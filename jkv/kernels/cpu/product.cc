@@ -14,8 +14,8 @@ namespace ffi = xla::ffi;
 // What is multiplied at once: the sums fill the registers.
 constexpr int kRows = kLanes == 16 ? 8 : kRegisters == 32 || kLanes == 8 ? 6 : 2;
 constexpr int kPanels = kLanes == 16 ? 3 : 1;
-// Up to so many rows, weights are decoded as they are multiplied: of fewer panels at once from kFew rows on, so
-// that there are registers for it.
+// Up to kDirect rows, weights are decoded as they are multiplied; with more than kFew, those of fewer panels at
+// once, so that there are registers for it.
 constexpr int kDirect = 32, kFew = 4;
 constexpr int kDirectRows = kLanes == 16 ? 8 : 4, kDirectPanels = kLanes == 16 ? 2 : 1;
 // With more rows, those of so many inputs are decoded first: as much as stays in the second cache.
